@@ -1,0 +1,1 @@
+"""Hydra configuration that ships with the package: clusters, models, experiments."""

@@ -1,0 +1,1 @@
+"""Executes an action list on this rank: transport, runtime, emulation."""

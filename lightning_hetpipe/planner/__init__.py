@@ -1,0 +1,1 @@
+"""Decides where layers run: numbers in, a plan out. No torch."""

@@ -1,0 +1,283 @@
+"""The plan: where every layer runs, in slices of which size, in which order, and what that should cost.
+
+A plan is a value. It can be written, read, diffed and edited by hand; it is bound by a hash to the
+model, cluster and profile that it was made from.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from lightning_hetpipe.cluster import Cluster
+from lightning_hetpipe.errors import ClusterError, PlanError
+from lightning_hetpipe.graph import LayerGraph, Route
+
+FORMAT = 1
+Split = Literal["none", "channel", "batch"]
+SCHEDULES = ("gpipe", "1f1b")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of layers and the devices that hold it.
+
+    Attributes:
+        start, stop: Layers ``start`` to ``stop - 1``.
+        devices: Names of the group's devices; one for an unshared stage.
+        shares: Each device's fraction of the stage, summing to 1.
+        split: How the group shares the stage.
+    """
+
+    start: int
+    stop: int
+    devices: tuple[str, ...]
+    shares: tuple[float, ...] = (1.0,)
+    split: Split = "none"
+
+    def __post_init__(self) -> None:
+        if self.stop <= self.start:
+            raise PlanError(f"stage {self.start}..{self.stop} holds no layer")
+        if not self.devices or len(self.devices) != len(self.shares):
+            raise PlanError(f"stage on {self.devices} has shares {self.shares}: give one per device")
+        if any(share <= 0 for share in self.shares) or abs(sum(self.shares) - 1) > 1e-6:
+            raise PlanError(f"shares {self.shares} of {self.devices} must be positive and sum to 1")
+        if (self.split == "none") != (len(self.devices) == 1):
+            raise PlanError(f"a stage on {len(self.devices)} devices cannot have split {self.split!r}")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the simulator says about a plan.
+
+    Attributes:
+        step_s: Seconds of one optimizer step.
+        images_per_s: Samples per second.
+        busy: Fraction of the step each stage computes.
+        memory_bytes: Predicted peak of each rank, 0 for idle ones.
+        lower_bound_s: No order of the same actions can be faster.
+        images_per_s_bound: ``1 / Σ(1/T_d)``-style sum of what every device reaches alone.
+    """
+
+    step_s: float
+    images_per_s: float
+    busy: tuple[float, ...] = ()
+    memory_bytes: tuple[int, ...] = ()
+    lower_bound_s: float = 0.0
+    images_per_s_bound: float = 0.0
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A row of the comparison: what else was considered, and what it would have given."""
+
+    name: str
+    images_per_s: float
+    step_s: float
+    memory_bytes: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Cluster, stages, slices, schedule and prediction.
+
+    Attributes:
+        cluster: In rank order: rank ``i`` runs on ``cluster.devices[i]``; rank 0 holds the last stage.
+        layer_names: Names of all layers, so that a reader sees what the cuts mean.
+        stages: In order of execution.
+        batch_size: Samples of a full batch.
+        micro_batch: Samples per micro-batch; the last one of a batch may be smaller.
+        schedule: ``gpipe`` or ``1f1b``.
+        in_flight: Micro-batches that each stage may hold between forward and backward.
+        graph_fingerprint: The model it was made for.
+        profile_hash: The profile it was made from; empty for a hand-written plan.
+        prediction: None for a hand-written plan that was not simulated.
+        reason: One line on why this plan.
+        alternatives: What it was compared with.
+    """
+
+    cluster: Cluster
+    layer_names: tuple[str, ...]
+    stages: tuple[Stage, ...]
+    batch_size: int
+    micro_batch: int
+    schedule: str
+    in_flight: tuple[int, ...]
+    graph_fingerprint: str = ""
+    profile_hash: str = ""
+    prediction: Prediction | None = None
+    reason: str = ""
+    alternatives: tuple[Alternative, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        _check_stages(self)
+        if self.batch_size < 1 or self.micro_batch < 1:
+            raise PlanError(
+                f"batch size {self.batch_size} and micro-batch {self.micro_batch} must be at least 1"
+            )
+        if self.schedule not in SCHEDULES:
+            raise PlanError(f"schedule {self.schedule!r} is unknown; known are {', '.join(SCHEDULES)}")
+        if len(self.in_flight) != len(self.stages) or any(k < 1 for k in self.in_flight):
+            raise PlanError(f"in_flight {self.in_flight} must give at least 1 for each stage")
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First layer of each stage."""
+        return tuple(stage.start for stage in self.stages)
+
+    @property
+    def ranks_of_stage(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that hold each stage."""
+        rank_of = {device.name: rank for rank, device in enumerate(self.cluster.devices)}
+        return tuple(tuple(rank_of[name] for name in stage.devices) for stage in self.stages)
+
+    def slices(self, n_samples: int) -> tuple[int, ...]:
+        """Micro-batch sizes of a batch of ``n_samples``: all equal, but the last may be smaller."""
+        full, rest = divmod(n_samples, self.micro_batch)
+        return (self.micro_batch,) * full + ((rest,) if rest else ())
+
+    def routes(self, graph: LayerGraph) -> tuple[Route, ...]:
+        """The messages between the stages."""
+        return graph.routes(self.starts)
+
+    def check_graph(self, graph: LayerGraph) -> None:
+        """Refuses a plan that was made for another model.
+
+        Raises:
+            PlanError: Number or names of layers, or the fingerprint, differ.
+        """
+        names = tuple(layer.name for layer in graph.layers)
+        if self.layer_names != names:
+            ours, theirs = len(self.layer_names), len(names)
+            different = next(
+                (f"layer {i} is {a!r} in the plan and {b!r} in the model"
+                 for i, (a, b) in enumerate(zip(self.layer_names, names)) if a != b),
+                f"the plan has {ours} layers, the model {theirs}",
+            )  # fmt: skip
+            raise PlanError(f"the plan was made for another model: {different}. Make a new plan.")
+        if self.graph_fingerprint and self.graph_fingerprint != graph.fingerprint:
+            raise PlanError(
+                "the plan was made for a model with the same layers but other shapes or dtypes "
+                f"(fingerprint {self.graph_fingerprint}, the model has {graph.fingerprint}). "
+                "Make a new plan."
+            )
+
+    def to_json(self) -> str:
+        """A JSON text that `from_json` reads back to an equal plan."""
+        data = asdict(self) | {"format": FORMAT, "cluster": self.cluster.to_mapping()}
+        return json.dumps(data, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Reads a plan.
+
+        Raises:
+            PlanError: The text is not a plan of this format, or contradicts itself.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"the plan is not JSON: {error}") from error
+        return cls.from_mapping(data)
+
+    @classmethod
+    def from_mapping(cls, data: object) -> "Plan":
+        """Builds a plan from a mapping, as YAML or JSON give it.
+
+        Raises:
+            PlanError: A key is missing or unknown, or the plan contradicts itself.
+        """
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            raise PlanError(f"the file is not a plan of format {FORMAT}")
+        return _read_plan({key: value for key, value in data.items() if key != "format"})
+
+    def save(self, path: str | Path) -> None:
+        """Writes `to_json` to a file."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Reads a JSON or YAML plan file.
+
+        Raises:
+            PlanError: The file is missing or does not hold a plan.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            # YAML reads 1e-05 as text, so JSON is not simply left to the YAML parser.
+            is_json = text.lstrip().startswith("{")
+            data = json.loads(text) if is_json else yaml.safe_load(text)
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise PlanError(f"plan {path} cannot be read: {error}") from error
+        try:
+            return cls.from_mapping(data)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
+
+
+def content_hash(text: str) -> str:
+    """A short hash of a text, for binding a plan to what it was made from."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _check_stages(plan: Plan) -> None:
+    if not plan.stages:
+        raise PlanError("the plan has no stages")
+    edges = [(stage.start, stage.stop) for stage in plan.stages]
+    expected = 0
+    for start, stop in edges:
+        if start != expected:
+            raise PlanError(f"stages {edges} leave a gap or overlap at layer {expected}")
+        expected = stop
+    if expected != len(plan.layer_names):
+        raise PlanError(f"stages {edges} do not end at the model's last of {len(plan.layer_names)} layers")
+    used = [name for stage in plan.stages for name in stage.devices]
+    known = {device.name for device in plan.cluster.devices}
+    for name in used:
+        if name not in known:
+            raise PlanError(
+                f"the plan places a stage on device {name!r}, which cluster "
+                f"{plan.cluster.name!r} does not have; it has {', '.join(sorted(known))}"
+            )
+        if used.count(name) > 1:
+            raise PlanError(f"device {name!r} is used by two stages; give each device one")
+    if plan.cluster.devices[0].name not in plan.stages[-1].devices:
+        raise PlanError(
+            f"rank 0 ({plan.cluster.devices[0].name!r}) must hold the last stage, which is on "
+            f"{', '.join(plan.stages[-1].devices)}: put that device first in the cluster"
+        )
+
+
+def _read_plan(data: dict[str, Any]) -> Plan:
+    try:
+        cluster = Cluster.from_mapping(data.pop("cluster"))
+        stages = tuple(Stage(**_frozen(entry)) for entry in data.pop("stages"))
+        prediction = data.pop("prediction", None)
+        alternatives = tuple(Alternative(**entry) for entry in data.pop("alternatives", ()))
+        return Plan(
+            cluster=cluster,
+            stages=stages,
+            prediction=Prediction(**_frozen(prediction)) if prediction else None,
+            alternatives=alternatives,
+            **_frozen(data),
+        )
+    except ClusterError as error:
+        raise PlanError(f"the plan's cluster is wrong: {error}") from error
+    except PlanError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PlanError(f"the plan is damaged: {error!r}") from error
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, mappings with frozen values."""
+    if isinstance(value, list):
+        return tuple(map(_frozen, value))
+    if isinstance(value, Mapping):
+        return {key: _frozen(entry) for key, entry in value.items()}
+    return value

@@ -1,0 +1,1 @@
+"""Measures layers, links and memory; keeps what was measured."""

@@ -1,0 +1,1 @@
+"""Action lists: generated, validated, simulated, drawn and executed."""

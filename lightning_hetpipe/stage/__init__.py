@@ -1,0 +1,1 @@
+"""What one rank holds: a run of layers, whole or split with others."""
