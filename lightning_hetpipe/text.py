@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+_UNITS = (("s", 1.0), ("ms", 1e3), ("us", 1e6))
+
 
 def align(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns two spaces apart under their header.
@@ -24,9 +26,9 @@ def format_seconds(seconds: float) -> str:
     """
     if seconds == 0:
         return "0"
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if abs(seconds) * scale >= 1:
-            break
-    value = seconds * scale
+    unit, value = next(
+        ((unit, seconds * scale) for unit, scale in _UNITS if abs(seconds) * scale >= 1),
+        ("us", seconds * 1e6),
+    )
     digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
     return f"{value:.{digits}f} {unit}"

@@ -1,4 +1,4 @@
-"""Shows plans, profiles and timelines; pure functions of values, except for the files they are asked to write."""
+"""Shows plans, profiles and timelines; functions of values that at most write the file they are asked for."""
 
 from lightning_hetpipe.report.gantt import save_gantt
 from lightning_hetpipe.report.table import comparison_table, measured_table, plan_table, profile_table

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning_hetpipe.timeline import Span, Timeline
 
@@ -41,14 +42,10 @@ def save_gantt(timelines: Sequence[Timeline], path: str | Path, names: Sequence[
     figure.savefig(path, dpi=120)
 
 
-def _draw(axes: object, span: Span, begin_s: float, labelled: bool) -> None:
+def _draw(axes: Any, span: Span, begin_s: float, labelled: bool) -> None:
     colour = (_FORWARD if "F" in span.action else _BACKWARD) if span.compute else _TRANSFER
     start_s, height = span.start_s - begin_s, 0.8 if span.compute else 0.2
-    axes.barh(
-        span.rank, span.duration_s, left=start_s, height=height, color=colour, edgecolor="white", lw=0.4
-    )  # type: ignore[attr-defined]
+    axes.barh(span.rank, span.duration_s, height, start_s, color=colour, edgecolor="white", lw=0.4)
     if labelled and span.compute:
-        axes.text(  # type: ignore[attr-defined]
-            start_s + span.duration_s / 2, span.rank, span.action,
-            ha="center", va="center", fontsize=5, clip_on=True,
-        )  # fmt: skip
+        middle_s = start_s + span.duration_s / 2
+        axes.text(middle_s, span.rank, span.action, ha="center", va="center", fontsize=5, clip_on=True)
