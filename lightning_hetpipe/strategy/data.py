@@ -36,10 +36,10 @@ class AbsentLoader:
     def __init__(self, loader: Any, exchange: Exchange, announced: bool) -> None:
         self._loader = loader
         self._exchange = exchange
-        self._announced = announced
+        self.announced = announced
 
     def __iter__(self) -> Iterator[AbsentBatch]:
-        if self._announced:
+        if self.announced:
             while self._exchange.broadcast():
                 yield AbsentBatch(1)
         else:
@@ -65,6 +65,8 @@ class SizedAbsentLoader(AbsentLoader):
 
 class AnnouncingLoader:
     """Rank 0's loader, which tells the other ranks before each batch that there is one."""
+
+    announced = True
 
     def __init__(self, loader: Any, exchange: Exchange) -> None:
         self._loader = loader
@@ -121,12 +123,18 @@ def peek(fetcher: Any) -> Any:
     return first[0]
 
 
-def first_batch(loader: DataLoader[Any]) -> Any:
-    """The first batch of a map-style loader, read beside it: its iterators and workers are not started.
+def is_announced(loader: Any) -> bool:
+    """True if every batch of this loader is announced to all ranks."""
+    return isinstance(loader, (AbsentLoader, AnnouncingLoader)) and loader.announced
 
-    Returns:
-        The batch, or None if there is none.
+
+def first_of(loader: Any) -> Any:
+    """The first batch of a loader that can be read again; a map-style one is read beside its iterator.
+
+    Iterators and workers are not started, generators are put back.
     """
+    if not is_map_style(loader):
+        return next(iter(loader))
     generators = [
         generator
         for generator in (loader.generator, getattr(loader.sampler, "generator", None))
@@ -135,9 +143,7 @@ def first_batch(loader: DataLoader[Any]) -> Any:
     states = [generator.get_state() for generator in generators]
     try:
         batch_sampler = loader.batch_sampler
-        indices: Any = next(iter(batch_sampler if batch_sampler is not None else loader.sampler), None)
-        if indices is None:
-            return None
+        indices: Any = next(iter(batch_sampler if batch_sampler is not None else loader.sampler))
         if batch_sampler is None:
             return loader.collate_fn(loader.dataset[indices])
         return loader.collate_fn([loader.dataset[index] for index in indices])
