@@ -20,7 +20,7 @@ def grid(schedule: Schedule, routes: Iterable[Route] = (), *, width: int | None 
         routes: The plan's routes; without them each row is drawn without gaps.
         width: Columns to show; the rest is cut off with an ellipsis.
     """
-    return _render(schedule, _slots(schedule, tuple(routes)), {}, 0, width)
+    return _render(schedule, _slots(schedule, tuple(routes)), set(), 0, width)
 
 
 def marked(schedule: Schedule, culprits: Collection[tuple[int, int]]) -> str:
@@ -30,7 +30,7 @@ def marked(schedule: Schedule, culprits: Collection[tuple[int, int]]) -> str:
         schedule: What to draw.
         culprits: (rank, position in that rank's list).
     """
-    marks = {culprit: True for culprit in culprits}
+    marks = set(culprits)
     cells = {
         (rank, position): (position, action)
         for rank, row in enumerate(schedule.actions)
@@ -80,7 +80,7 @@ def _producer(item: Action) -> Action:
 def _render(
     schedule: Schedule,
     cells: dict[tuple[int, int], tuple[int, Action]],
-    marks: dict[tuple[int, int], bool],
+    marks: set[tuple[int, int]],
     first: int,
     width: int | None,
     only: int | None = None,

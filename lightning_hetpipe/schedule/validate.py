@@ -34,7 +34,7 @@ def validate(schedule: Schedule, routes: Iterable[Route], *, in_flight: Sequence
 def expected_actions(schedule: Schedule, wiring: Wiring, rank: int) -> Counter[Action]:
     """What a rank must do, in any order; reductions excepted, which are the plan's choice."""
     stages = [stage for stage, ranks in enumerate(schedule.ranks_of_stage) if rank in ranks]
-    kinds = {stage: (Kind.F, Kind.B) if schedule.training else (Kind.F,) for stage in stages}
+    kinds = dict.fromkeys(stages, (Kind.F, Kind.B) if schedule.training else (Kind.F,))
     if rank == 0:
         with_backward = schedule.training and wiring.reader_has_backward
         kinds[READER] = (Kind.F, Kind.B) if with_backward else (Kind.F,)
