@@ -98,3 +98,25 @@ def _detached(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(map(_detached, value))
     return value
+
+
+class ForwardReader:
+    """Gives the slices of one module call to the pipeline and collects its outputs.
+
+    Attributes:
+        outputs: What the module returns for each slice.
+    """
+
+    def __init__(self, inputs: Sequence[Mapping[str, Tensor]]) -> None:
+        self._inputs = inputs
+        self.outputs: list[Any] = [None] * len(inputs)
+
+    def start(self, m: int) -> Mapping[str, Tensor]:
+        return self._inputs[m]
+
+    def finish(self, m: int, output: Any) -> Tensor:
+        self.outputs[m] = output
+        return torch.empty(0)
+
+    def backward(self, m: int, grads: Mapping[str, Tensor]) -> None:
+        raise AssertionError("a forward-only run has no backward")
