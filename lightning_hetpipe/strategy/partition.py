@@ -194,12 +194,14 @@ def copies_of(module: nn.Module, holders: Iterable[object]) -> Iterator[nn.Modul
                     yield part
 
 
-def counted_parameters(module: nn.Module, owners: OwnerMap, rank: int) -> set[nn.Parameter]:
-    """The parameters whose canonical owner is this rank: each parameter is counted by one rank only."""
+def borrowed_parameters(module: nn.Module, owners: OwnerMap, rank: int) -> set[nn.Parameter]:
+    """Parameters that this rank holds but that their canonical owner, another rank, counts in norms."""
     return {
         slot.tensor
         for slot in slots(module)
-        if isinstance(slot.tensor, nn.Parameter) and owners.of(slot.names[0])[0] == rank
+        if isinstance(slot.tensor, nn.Parameter)
+        and not slot.tensor.is_meta
+        and owners.of(slot.names[0])[0] != rank
     }
 
 
