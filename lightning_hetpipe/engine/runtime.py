@@ -57,7 +57,7 @@ class Reader(Protocol):
         """
 
     def backward(self, m: int, grads: Mapping[str, Tensor]) -> None:
-        """Takes the gradients of those inputs that require one."""
+        """Takes the gradients of those inputs that require one; not called if none does."""
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,9 @@ class Runtime:
         arrived = step.gradients.pop((stage, m), {})
         if stage == READER:
             assert step.reader is not None
-            with self._emulator.section():
-                step.reader.backward(m, arrived)
+            if arrived:
+                with self._emulator.section():
+                    step.reader.backward(m, arrived)
             return
         made, found = step.saved.pop((stage, m))
         with self._emulator.section():
