@@ -1,18 +1,20 @@
 """The strategy: what Lightning calls, in the order in which it calls it.
 
-    Trainer(...)     options, launcher                              nothing is started
-    launch           wrong input is refused, then processes start
-    setup            one batch is peeked at, the module traced, measured, planned, cut into stages
-    training_step    the whole schedule; the loss it returns installs the gradients
-    *_step           the user's step on rank 0, its module calls run by all ranks
-    teardown         whole weights again, on every rank
+Trainer(...)     options, launcher                              nothing is started
+launch           wrong input is refused, then processes start
+setup            one batch is peeked at, the module traced, measured, planned, cut into stages
+training_step    the whole schedule; the loss it returns installs the gradients
+*_step           the user's step on rank 0, its module calls run by all ranks
+teardown         whole weights again, on every rank
 """
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+from collections.abc import Mapping
 from datetime import timedelta
 from importlib import import_module
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,14 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetpipe.cluster import Cluster
-from lightning_hetpipe.engine.control import Control
+from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.errors import UnsupportedError
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.strategy import checkpoint as state
+from lightning_hetpipe.strategy.capture import Capture, capture_from_loader, capture_from_step
 from lightning_hetpipe.strategy.data import for_this_rank
 from lightning_hetpipe.strategy.exchange import Exchange
-from lightning_hetpipe.strategy.launch import ProcessLauncher, SubprocessLauncher
 from lightning_hetpipe.strategy.options import (
     Options,
     read_cluster,
@@ -39,7 +41,7 @@ from lightning_hetpipe.strategy.options import (
 )
 from lightning_hetpipe.strategy.pipeline import Pipeline
 from lightning_hetpipe.strategy.pipelined import find_pipelined
-from lightning_hetpipe.strategy.prepare import capture_from_loader, capture_from_step, prepare
+from lightning_hetpipe.strategy.prepare import Run, prepare
 from lightning_hetpipe.strategy.refusals import refuse_callbacks, refuse_module, refuse_optimizers
 from lightning_hetpipe.timeline import Timeline
 
@@ -124,7 +126,8 @@ class PipelineStrategy(_Base):
             raise ValueError(f"start_method={start_method!r} is unknown; known are popen, fork, spawn")
         self.start_method = start_method
         self.num_nodes = 1
-        self._control: Control | None = None
+        self._engine: Engine | None = None
+        self._group: Any = None
         self._exchange: Exchange | None = None
         self._pipeline: Pipeline | None = None
         self._plan: Plan | None = self.options.plan
@@ -142,14 +145,13 @@ class PipelineStrategy(_Base):
         """The last measured training step over all ranks; None before there is one."""
         return self._timeline
 
-    def report(self) -> tuple[str | None, Timeline | None]:
+    def report(self) -> bytes:
         """Plan and timeline, as a forked rank 0 hands them to the process that started it."""
-        return (None if self._plan is None else self._plan.to_json()), self._timeline
+        return pickle.dumps((self._plan, self._timeline))
 
-    def take_report(self, report: tuple[str | None, Timeline | None]) -> None:
+    def take_report(self, report: bytes) -> None:
         """The inverse of `report`."""
-        plan, self._timeline = report
-        self._plan = None if plan is None else Plan.from_json(plan)
+        self._plan, self._timeline = pickle.loads(report)
 
     # Processes
 
@@ -230,26 +232,27 @@ class PipelineStrategy(_Base):
         self.check(module.trainer)
         # One reader needs no distributed sampler: the order is that of a single device.
         module.trainer._accelerator_connector.use_distributed_sampler = False
-        if self.world_size > 1:
-            self._join()
-        elif self._control is None:
-            self._control = Control(None, 0, 1, timeout_s=self.options.timeout_s)
-        assert self._control is not None
-        self._exchange = Exchange(self._control)
-        import_module("lightning.fabric.utilities.seed").reset_seed()
+        if self._engine is None:
+            self._engine = self._join()
+            Finalize(self._engine, Engine.close, (self._engine,), exitpriority=0)
+        self._exchange = Exchange(self._engine.control)
 
-    def _join(self) -> None:
-        if self._control is not None:
-            return
-        import_module("lightning.fabric.utilities.distributed")._init_dist_connection(
-            self.cluster_environment, "gloo", timeout=timedelta(seconds=self.options.timeout_s)
-        )
+    def _join(self) -> Engine:
+        timeout_s, store = self.options.timeout_s, None
+        if self.world_size > 1:
+            import_module("lightning.fabric.utilities.distributed")._init_dist_connection(
+                self.cluster_environment, "gloo", timeout=timedelta(seconds=timeout_s)
+            )
+            store = dist.distributed_c10d._get_default_store()
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._control = Control(
-            dist.distributed_c10d._get_default_store(),
+        return Engine(
+            store,
             self.global_rank,
             self.world_size,
-            timeout_s=self.options.timeout_s,
+            timeout_s=timeout_s,
+            cluster=self.options.known_cluster,
+            device=self.root_device,
             store_rank=None if agent_serves else 0,
         )
 
@@ -275,10 +278,19 @@ class PipelineStrategy(_Base):
         assert self.model is not None
         self.model.to(self.root_device)
 
-    def _prepare(self, capture: Callable[[], Any]) -> Pipeline:
-        self._pipeline = prepare(
-            self.lightning_module, self.options, self.exchange, self._control, self.root_device, capture, self._plan
+    def _prepare(self, capture: Capture) -> Pipeline:
+        assert self._engine is not None and self.lightning_module is not None
+        run = Run(
+            module=self.lightning_module,
+            callbacks=self.lightning_module.trainer.callbacks,
+            precision=self.precision_plugin,
+            options=self.options,
+            engine=self._engine,
+            exchange=self.exchange,
+            group=self._group,
+            is_overridden=self._is_overridden,
         )
+        self._pipeline = prepare(run, capture, self._plan)
         self._plan = self._pipeline.plan
         self.model_to_device()
         return self._pipeline
@@ -287,13 +299,13 @@ class PipelineStrategy(_Base):
         trainer = getattr(self.lightning_module, "_trainer", None)
         if self._pipeline is not None:
             interrupted = trainer is None or trainer.state.status == "interrupted"
-            self._timeline = self._pipeline.close(whole=not interrupted) or self._timeline
+            self._pipeline.close(whole=not interrupted)
             self._pipeline = None
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        if self._control is not None:
-            self._control.fail(exception)
+        if self._engine is not None:
+            self._engine.control.fail(exception)
 
     # Data
 
@@ -313,10 +325,11 @@ class PipelineStrategy(_Base):
         scaler = getattr(self.precision_plugin, "scaler", None)
         accumulate = trainer.accumulate_grad_batches
         factor = (1.0 if scaler is None else float(scaler.get_scale())) / accumulate
-        with self.precision_plugin.train_step_context():
-            return self._pipeline.train(
-                args, kwargs, factor, free_previous=self._zeroes_next(trainer, accumulate)
-            )
+        free_previous = self._zeroes_next(trainer, accumulate)
+        loss = self._pipeline.train(args, kwargs, factor, free_previous=free_previous)
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._timeline = self._pipeline.gather_timeline()
+        return loss
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
@@ -337,7 +350,7 @@ class PipelineStrategy(_Base):
             pipeline = self._prepare(
                 capture_from_step(self.lightning_module, lambda: step(*args, **kwargs), name, args[0])
             )
-        return pipeline.evaluate(step, args, kwargs, name)
+        return pipeline.evaluate(step, args, kwargs)
 
     def _zeroes_next(self, trainer: Any, accumulate: int) -> bool:
         """Whether ``zero_grad`` follows, and no hook looks at the old gradients before it."""

@@ -1,7 +1,7 @@
 """Captures ``self.log`` where the user's code runs (rank 0), and replays it on every rank.
 
-    rank 0:  step(m=0) log("loss", 0.7) ┐
-             step(m=1) log("loss", 0.5) ┴ merge by weight ── broadcast ──► every rank: log("loss", 0.6)
+rank 0:  step(m=0) log("loss", 0.7) ┐
+step(m=1) log("loss", 0.5) ┴ merge by weight ── broadcast ──► every rank: log("loss", 0.6)
 """
 
 from collections.abc import Iterator, Sequence
@@ -63,7 +63,7 @@ class LogRecorder:
             metric = options.get("metric_attribute") or metric_name(self._module, value)
             value = value._forward_cache
         if isinstance(value, Tensor):
-            value = value.detach()
+            value = value.detach().cpu()
         self._calls.append(LogCall(name, value, options, metric))
 
 
@@ -95,7 +95,8 @@ def replay(module: Any, calls: Sequence[LogCall], mirrors: Mirrors) -> None:
         if call.metric is not None:
             value = mirrors.of(call.metric, call.value)
             options["metric_attribute"] = call.metric
-        module.log(call.name, value, **options)
+        # Lightning asks for sync_dist where several ranks log; here it costs nothing (`reduce` is the identity).
+        module.log(call.name, value, **(options | {"sync_dist": True}))
 
 
 def metric_name(module: nn.Module, metric: Any) -> str:

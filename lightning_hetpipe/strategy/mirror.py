@@ -5,7 +5,8 @@ else. What Lightning logs on every rank is a mirror of it: ``compute`` runs on r
 shared. Lightning computes logged metrics on all ranks in the same order, which makes that safe.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -53,6 +54,25 @@ class Mirrors:
         mirror = self._mirrors[name]
         mirror._forward_cache = step_value
         return mirror
+
+
+@contextmanager
+def uncached(trainer: Any) -> Iterator[None]:
+    """Forgets what rank 0 alone computes of mirrored metrics inside, so that all ranks compute it later."""
+    try:
+        results = trainer._results
+    except RuntimeError:  # no loop is active
+        results = None
+    open_results = [
+        result
+        for result in (results or {}).values()
+        if isinstance(result.value, MirroredMetric) and result._computed is None
+    ]
+    try:
+        yield
+    finally:
+        for result in open_results:
+            result._computed = None
 
 
 def keep_local(module: nn.Module) -> None:

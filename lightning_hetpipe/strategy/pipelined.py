@@ -24,9 +24,7 @@ def find_pipelined(module: nn.Module, wanted: str) -> tuple[str, nn.Module]:
     total = _size(module)
     if not total:
         raise GraphError(f"{type(module).__name__} has no parameters, so there is nothing to pipeline")
-    children = [
-        (_size(child), name, child) for name, child in module.named_children() if _is_callable(child)
-    ]
+    children = [(_size(child), name, child) for name, child in module.named_children() if _is_callable(child)]
     size, name, child = max(children, key=lambda entry: entry[0], default=(0, "", module))
     if size >= NEARLY_ALL * total:
         return name, child

@@ -1,140 +1,194 @@
 """From an unmodified LightningModule to a running pipeline: peek, trace, measure, plan, cut.
 
-    rank 0   run the user's step up to the module call ──► its arguments ──► every rank
-    all      trace ── measure own device ──► rank 0
-    rank 0   plan ──► every rank
-    all      keep own tensors, build own stage
+rank 0   run the user's step up to the module call ──► its arguments ──► every rank
+all      trace ── measure own device ──► rank 0
+rank 0   plan ──► every rank
+all      keep own tensors, build own stage
 """
 
-import logging
-from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.seed import isolate_rng
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from lightning_hetpipe.cluster import Cluster
-from lightning_hetpipe.engine.control import Control
 from lightning_hetpipe.engine.emulate import Emulator
+from lightning_hetpipe.engine.runtime import SharedGradients
+from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.errors import PlanError
-from lightning_hetpipe.planner.search import make_plan
-from lightning_hetpipe.plans import Plan, content_hash
-from lightning_hetpipe.profiles import Profile
-from lightning_hetpipe.profiling.measure import measure_device
-from lightning_hetpipe.strategy.batch import count_samples
-from lightning_hetpipe.strategy.data import first_of, is_announced, peek
-from lightning_hetpipe.strategy.discovery import find_cluster
+from lightning_hetpipe.plans import Plan
+from lightning_hetpipe.schedule import make_schedule
+from lightning_hetpipe.schedule.action import Schedule
+from lightning_hetpipe.strategy import hooks
+from lightning_hetpipe.strategy.capture import Capture, Captured
+from lightning_hetpipe.strategy.clipping import install_clipping, warn_of_own_clipping
 from lightning_hetpipe.strategy.exchange import Exchange
-from lightning_hetpipe.strategy.logs import LogRecorder
+from lightning_hetpipe.strategy.mirror import keep_local
+from lightning_hetpipe.strategy.options import Options
+from lightning_hetpipe.strategy.partition import (
+    OwnerMap,
+    borrowed_parameters,
+    copies_of,
+    gather,
+    partition,
+)
 from lightning_hetpipe.strategy.pipeline import Pipeline
 from lightning_hetpipe.strategy.pipelined import find_pipelined
-from lightning_hetpipe.strategy.steps import ModuleCall, StandIn, SuspendedStep
+from lightning_hetpipe.strategy.planning import choose_plan
+from lightning_hetpipe.strategy.precision import prepare_precision
+from lightning_hetpipe.strategy.steps import StandIn
 from lightning_hetpipe.tracing import Traced, trace
-
-log = logging.getLogger(__name__)
-
-# Gives the user's step call on rank 0, where the module is known by name.
-Capture = Callable[[StandIn], "Captured"]
 
 
 @dataclass(frozen=True)
-class Captured:
-    """One call of the pipelined module by the user's step, on a whole batch.
+class Run:
+    """What a run has on this rank before the module is looked at.
 
     Attributes:
-        args, kwargs: Of the call; tensors on the CPU, detached.
-        gradients: For each tensor leaf of the arguments, whether it requires grad.
-        batch_size: Samples of the batch.
+        module: The LightningModule.
+        callbacks: The Trainer's; they may keep copies of the module.
+        precision: The Trainer's precision plugin.
+        group: All ranks, for what the weights need; None where there is one rank.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    gradients: tuple[bool, ...]
-    batch_size: int
-
-    def arguments(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's arguments on a device, as leaves that require grad where the step's did."""
-        flags = iter(self.gradients)
-
-        def placed(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return leaf.to(device).requires_grad_(next(flags))
-
-        args, kwargs = pytree.tree_map(placed, (self.args, self.kwargs))
-        return args, kwargs
+    module: Any
+    callbacks: list[Any]
+    precision: Any
+    options: Options
+    engine: Engine
+    exchange: Exchange
+    group: Any
+    is_overridden: Callable[[str, Any], bool]
 
 
-def capture_from_loader(trainer: Any, strategy: Any) -> Capture | None:
-    """How rank 0 captures the call that ``training_step`` makes on the first batch.
+def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
+    """Makes the pipeline of a run. Called on all ranks; only rank 0 captures.
 
-    The batch is still there when training begins, and no random number is drawn that training would
-    have drawn differently. Called on all ranks.
+    Args:
+        plan: One to use; None to make one.
 
-    Returns:
-        None if there is no training data.
+    Raises:
+        HetPipeError: The module cannot be traced, no plan fits, or the plan is another model's.
     """
-    loop = trainer.fit_loop
-    loop.setup_data()
-    loader = loop._combined_loader
-    if loader is None:
-        return None
-    announced = any(is_announced(each) for each in loader.flattened)
-    peeked = peek(loop._data_fetcher) if announced else None
-    if loop.max_batches == 0 or (announced and peeked is None):
-        return None
-    module = trainer.lightning_module
-
-    def capture(stand_in: StandIn) -> Captured:
-        batch = peeked
-        with isolate_rng():
-            if batch is None:
-                firsts = [first_of(each) for each in loader.flattened]
-                batch = pytree.tree_unflatten(firsts, loader._spec) if loader._spec is not None else firsts[0]
-            batch = strategy.precision_plugin.convert_input(batch)
-            batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-            batch = strategy.batch_to_device(batch, dataloader_idx=0)
-            arguments = loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
-            step = lambda: module.training_step(*arguments.values())  # noqa: E731
-            with torch.enable_grad(), strategy.precision_plugin.train_step_context():
-                return _capture(module, stand_in, step, "training_step", count_samples(batch))
-
-    return capture
-
-
-def capture_from_step(module: Any, step: Callable[[], Any], name: str, batch: Any) -> Capture:
-    """How rank 0 captures the call that an evaluation step makes on the batch at hand."""
-
-    def capture(stand_in: StandIn) -> Captured:
-        with isolate_rng():
-            return _capture(module, stand_in, step, name, count_samples(batch))
-
-    return capture
-
-
-def _capture(module: Any, stand_in: StandIn, step: Callable[[], Any], name: str, n_samples: int) -> Captured:
-    suspended = SuspendedStep(stand_in, step, name)
-    hook, module._current_fx_name = module._current_fx_name, name
-    stand_in.install()
-    try:
-        with LogRecorder(module).active():
-            call = suspended.start()
-            return _detach(call, n_samples)
-    finally:
-        suspended.abandon()
-        stand_in.remove()
-        module._current_fx_name = hook
-
-
-def _detach(call: ModuleCall, n_samples: int) -> Captured:
-    leaves = pytree.tree_leaves((call.args, call.kwargs))
-    gradients = tuple(leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor))
-    args, kwargs = pytree.tree_map(
-        lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, (call.args, call.kwargs)
+    name, pipelined = find_pipelined(run.module, run.options.module)
+    stand_in = StandIn(pipelined, _label(run.module, name))
+    captured: Captured = run.exchange.lead(lambda: capture(stand_in))
+    traced = _trace(run, pipelined, captured)
+    plan = choose_plan(run.options, run.engine, run.exchange, traced, captured, plan)
+    run.engine.cluster = plan.cluster
+    run.engine.emulator = Emulator(plan.cluster.devices[run.exchange.rank])
+    owners = _owners(run.module, name, traced, plan)
+    copies = list(copies_of(run.module, run.callbacks))
+    for each in (run.module, *copies):
+        partition(each, owners, run.exchange.rank, run.group, run.engine.device)
+    prepare_precision(run.precision, run.engine.device, run.group)
+    _install(run, traced, plan, owners)
+    restore_clipping = install_clipping(
+        run.precision, run.group, borrowed_parameters(run.module, owners, run.exchange.rank)
     )
-    return Captured(args, kwargs, gradients, n_samples)
+    warn_of_own_clipping(run.module)
+    keep_local(run.module)
+
+    def at_close(whole: bool) -> None:
+        hooks.remove(run.module)
+        restore_clipping()
+        if whole:
+            for each in (run.module, *copies):
+                gather(each, owners, run.exchange.rank, run.group)
+
+    pipeline = Pipeline(
+        run.module,
+        stand_in,
+        traced,
+        plan,
+        run.engine,
+        run.exchange,
+        loss_reduction=run.options.loss_reduction,
+        context=run.precision.forward_context,
+        at_close=at_close,
+    )
+    stand_in.install()
+    hooks.install(run.module, pipeline.lead_hook, run.is_overridden)
+    return pipeline
+
+
+def _label(module: Any, name: str) -> str:
+    return f"{type(module).__name__}.{name}" if name else type(module).__name__
+
+
+def _trace(run: Run, pipelined: Any, captured: Captured) -> Traced:
+    """The module as layers, equal on all ranks."""
+    made: list[Traced] = []
+
+    def work() -> str:
+        args, kwargs = captured.arguments(torch.device("cpu"))
+        with run.precision.forward_context():
+            made.append(trace(pipelined, args, kwargs, run.options.blocks))
+        return made[0].graph.fingerprint
+
+    fingerprints = run.exchange.agree(work)
+    if len(set(fingerprints)) > 1:
+        raise PlanError(
+            f"the ranks built different models (fingerprints {', '.join(fingerprints)}): every rank must build "
+            "the same module, whatever its device"
+        )
+    return made[0]
+
+
+def _owners(module: Any, name: str, traced: Traced, plan: Plan) -> OwnerMap:
+    holders = [
+        (traced.parameters_of(stage.start, stage.stop) | traced.buffers_of(stage.start, stage.stop), ranks)
+        for stage, ranks in zip(plan.stages, plan.ranks_of_stage)
+    ]
+    return OwnerMap.of_stages(module, name, holders)
+
+
+def _install(run: Run, traced: Traced, plan: Plan, owners: OwnerMap) -> None:
+    """Builds this rank's stages and connects it with the others."""
+    routes = plan.routes(traced.graph)
+    rank = run.exchange.rank
+    stages = {
+        index: traced.stage(stage.start, stage.stop, run.engine.device)
+        for index, (stage, ranks) in enumerate(zip(plan.stages, plan.ranks_of_stage))
+        if rank in ranks
+    }
+    stage_of_rank = {ranks[0]: index for index, ranks in enumerate(plan.ranks_of_stage)}
+    names_of = _shared_names(run.module, owners)
+    shared = [
+        SharedGradients(stage_of_rank[rank], ranks, tuple(run.module.get_parameter(each) for each in names))
+        for ranks, names in names_of.items()
+        if rank in ranks
+    ]
+    reducing = sorted({stage_of_rank[each] for ranks in names_of for each in ranks})
+
+    def make(n_micro_batches: int, training: bool) -> Schedule:
+        return make_schedule(
+            plan.schedule,
+            ranks_of_stage=plan.ranks_of_stage,
+            n_ranks=run.exchange.world_size,
+            n_micro_batches=n_micro_batches,
+            in_flight=plan.in_flight,
+            routes=routes,
+            reduce=reducing if training else (),
+            training=training,
+        )
+
+    run.engine.install(
+        make,
+        routes,
+        plan.ranks_of_stage,
+        stages,
+        context=run.precision.forward_context,
+        shared=shared,
+        owners=list(names_of),
+    )
+
+
+def _shared_names(module: Any, owners: OwnerMap) -> dict[tuple[int, ...], list[str]]:
+    """Trainable parameters that several ranks hold, by those ranks; a tied one under its first name."""
+    shared: dict[tuple[int, ...], list[str]] = {}
+    for name, parameter in module.named_parameters():
+        ranks = owners.of(name)
+        if len(ranks) > 1 and parameter.requires_grad:
+            shared.setdefault(tuple(sorted(ranks)), []).append(name)
+    return shared

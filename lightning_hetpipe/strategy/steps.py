@@ -189,10 +189,7 @@ def _thread_state() -> tuple[object, ...]:
     """What one thread shares between the step and the stages, and other ranks do not see."""
     return (
         torch.is_grad_enabled(),
-        *(
-            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
-        ),
+        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
     )
 
 
