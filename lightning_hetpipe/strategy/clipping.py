@@ -60,9 +60,7 @@ def clip_grad_norm(
     return norm
 
 
-def install_clipping(
-    plugin: Precision, group: Group, borrowed: Collection[nn.Parameter]
-) -> Callable[[], None]:
+def install_clipping(plugin: Any, group: Group, borrowed: Collection[nn.Parameter]) -> Callable[[], None]:
     """Makes this plugin's clipping by norm global; by value it is right as it is.
 
     Returns:
@@ -73,7 +71,7 @@ def install_clipping(
         clip_grad_norm(plugin.main_params(optimizer), clip_val, group, borrowed)
 
     plugin.clip_grad_by_norm = clip_grad_by_norm
-    return lambda: vars(plugin).pop("clip_grad_by_norm", None)
+    return lambda: plugin.__dict__.pop("clip_grad_by_norm", None)
 
 
 def warn_of_own_clipping(module: nn.Module) -> None:
