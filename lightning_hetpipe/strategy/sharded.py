@@ -5,8 +5,9 @@
                meta.pt                           everything else, by rank 0
 
 The layout is that of Lightning's own sharded strategies: ``model``, ``optimizer_0``, ... by
-torch.distributed.checkpoint. So ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` turns it
-into an ordinary file. Ranks on several machines need one shared file system.
+torch.distributed.checkpoint, so ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` makes a
+file with ordinary weights of it; `consolidate` keeps the optimizer state too. Ranks on several machines
+need one shared file system.
 """
 
 import shutil
@@ -17,12 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_hetpipe.strategy.checkpoint import RNG_KEY, rng_state
+from lightning_hetpipe.strategy.checkpoint import RNG_KEY, AtomicCheckpointIO, rng_state
 from lightning_hetpipe.strategy.partition import Group
 
 _META = "meta.pt"
@@ -51,19 +53,19 @@ def save_sharded(
     if rank == 0 and partial.exists():
         shutil.rmtree(partial)
     states: list[Any] = [rng_state()]
-    shared = [key for key, value in checkpoint.items() if any(each.is_meta for each in _leaves(value))]
+    shared = {key for key, value in checkpoint.items() if any(each.is_meta for each in _leaves(value))}
     if group is not None:
-        states, keys = [[None] * dist.get_world_size(group) for _ in range(2)]
-        dist.all_gather_object(states, rng_state(), group=group)
-        dist.all_gather_object(keys, shared, group=group)
-        shared = sorted({key for each in keys for key in each})
-    named = {"state_dict": "model"} | {key: key for key in shared if key != "optimizer_states"}
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, (rng_state(), shared), group=group)
+        states = [rng for rng, _ in everyone]
+        shared = {key for _, keys in everyone for key in keys}
+    named = {key: key for key in shared if key != "optimizer_states"} | {"state_dict": "model"}
     tensors = {name: _held(checkpoint[key]) for key, name in named.items()}
     for index, state in enumerate(checkpoint.get("optimizer_states", ())):
         tensors[f"optimizer_{index}"] = _held(state)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        dcp.save(tensors, checkpoint_id=partial, process_group=group, no_dist=group is None)
+        save(tensors, checkpoint_id=partial, process_group=group, no_dist=group is None)
     if rank == 0:
         rest = {
             key: each for key, each in checkpoint.items() if key not in named and key != "optimizer_states"
@@ -86,7 +88,7 @@ def load_sharded(path: str | Path) -> dict[str, Any]:
     """
     folder = Path(path)
     checkpoint: dict[str, Any] = torch.load(folder / _META, map_location="cpu", weights_only=True)
-    names = {name.split(".")[0] for name in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata}
+    names = {name.split(".")[0] for name in FileSystemReader(folder).read_metadata().state_dict_metadata}
     optimizers = sorted(
         (name for name in names if name.startswith("optimizer_")), key=lambda name: int(name[10:])
     )
@@ -95,10 +97,18 @@ def load_sharded(path: str | Path) -> dict[str, Any]:
     checkpoint["state_dict"] = checkpoint.pop("model")
     if optimizers:
         checkpoint["optimizer_states"] = [
-            {**_read(folder, {f"{name}.param_groups"})[name], "state": StateOnDisk(folder, name)}
+            {"state": StateOnDisk(folder, name), **_read(folder, {f"{name}.param_groups"})[name]}
             for name in optimizers
         ]
     return checkpoint
+
+
+def consolidate(folder: str | Path, file: str | Path) -> None:
+    """Makes an ordinary Lightning checkpoint file of a directory; the whole must fit into memory."""
+    checkpoint = load_sharded(folder)
+    for state in checkpoint.get("optimizer_states", ()):
+        state["state"] = dict(state["state"])
+    AtomicCheckpointIO().save_checkpoint(checkpoint, file)
 
 
 class StateOnDisk(Mapping[int, dict[str, Any]]):
@@ -107,7 +117,7 @@ class StateOnDisk(Mapping[int, dict[str, Any]]):
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
         prefix = f"{name}.state."
-        keys = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        keys = FileSystemReader(folder).read_metadata().state_dict_metadata
         self._indices = sorted(
             {int(key[len(prefix) :].split(".")[0]) for key in keys if key.startswith(prefix)}
         )
@@ -115,9 +125,8 @@ class StateOnDisk(Mapping[int, dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index not in self._indices:
             raise KeyError(index)
-        state: dict[str, Any] = _read(self._folder, {f"{self._name}.state.{index}"})[self._name]["state"][
-            index
-        ]
+        found = _read(self._folder, {f"{self._name}.state.{index}"})[self._name]["state"]
+        state: dict[str, Any] = found[str(index)]  # torch.distributed.checkpoint makes names of all keys
         return state
 
     def __iter__(self) -> Iterator[int]:
@@ -131,8 +140,8 @@ def _read(folder: Path, keys: set[str]) -> dict[str, Any]:
     state: dict[str, Any] = {}
     _load_state_dict(
         state,
-        storage_reader=dcp.FileSystemReader(folder),
-        planner=_EmptyStateDictLoadPlanner(keys=keys),
+        storage_reader=FileSystemReader(folder),
+        planner=_EmptyStateDictLoadPlanner(keys=keys),  # type: ignore[no-untyped-call]
         no_dist=True,
     )
     return state
