@@ -33,17 +33,23 @@ def _whole(folder: Path) -> dict[str, Any]:
     consolidate(folder, folder.parent / "whole")
     saved = torch.load(folder.parent / "whole", weights_only=True)
     (folder.parent / "whole").unlink()
-    return {key: saved[key] for key in ("state_dict", "optimizer_states", "epoch")} | {
-        "state_dict": dict(sorted(saved["state_dict"].items()))
-    }
+    return _in_order(saved)
 
 
 def _expected() -> dict[str, Any]:
-    expected = run(0, 1, "adamw", None, 6)
-    return {
-        "state_dict": dict(sorted(expected["state_dict"].items())),
-        "optimizer_states": expected["optimizer_states"],
-        "epoch": expected["epoch"],
+    return _in_order(run(0, 1, "adamw", None, 6))
+
+
+def _in_order(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What must agree, sorted, because a directory does not keep the order of names."""
+
+    def ordered(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: ordered(node[key]) for key in sorted(node)}
+        return [ordered(child) for child in node] if isinstance(node, list) else node
+
+    return ordered({key: dict(checkpoint[key]) for key in ("state_dict",)}) | {
+        key: ordered(checkpoint[key]) for key in ("optimizer_states", "epoch")
     }
 
 
