@@ -48,9 +48,7 @@ def _in_order(checkpoint: dict[str, Any]) -> dict[str, Any]:
             return {key: ordered(node[key]) for key in sorted(node)}
         return [ordered(child) for child in node] if isinstance(node, list) else node
 
-    return ordered({key: dict(checkpoint[key]) for key in ("state_dict",)}) | {
-        key: ordered(checkpoint[key]) for key in ("optimizer_states", "epoch")
-    }
+    return {key: ordered(checkpoint[key]) for key in ("state_dict", "optimizer_states", "epoch")}
 
 
 def test_a_directory_of_any_partition_continues_in_any_other(tmp_path):
