@@ -21,11 +21,14 @@ Vocabulary, one word per thing:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_hetpipe.strategy.registry import register
+
 if TYPE_CHECKING:
     from lightning_hetpipe.cluster import Cluster, Device, Emulation, Link
     from lightning_hetpipe.errors import HetPipeError
     from lightning_hetpipe.plans import Plan
     from lightning_hetpipe.profiles import Profile
+    from lightning_hetpipe.strategy.hetpipe import HetPipeStrategy
     from lightning_hetpipe.timeline import Timeline
 
 __version__ = "0.1.0"
@@ -37,6 +40,7 @@ _HOME = {
     "Emulation": "cluster",
     "Link": "cluster",
     "HetPipeError": "errors",
+    "HetPipeStrategy": "strategy.hetpipe",
     "Plan": "plans",
     "Profile": "profiles",
     "Timeline": "timeline",
@@ -47,6 +51,7 @@ __all__ = [
     "Device",
     "Emulation",
     "HetPipeError",
+    "HetPipeStrategy",
     "Link",
     "Plan",
     "Profile",
@@ -58,3 +63,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+register()
