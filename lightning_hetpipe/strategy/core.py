@@ -11,7 +11,8 @@ teardown         whole weights again, on every rank
 import logging
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.util import Finalize
@@ -42,7 +43,9 @@ from lightning_hetpipe.strategy.options import (
 from lightning_hetpipe.strategy.pipeline import Pipeline
 from lightning_hetpipe.strategy.pipelined import find_pipelined
 from lightning_hetpipe.strategy.prepare import Run, prepare
+from lightning_hetpipe.strategy.precision import check_optimizers
 from lightning_hetpipe.strategy.refusals import refuse_callbacks, refuse_module, refuse_optimizers
+from lightning_hetpipe.strategy.shadows import Shadows, adapt
 from lightning_hetpipe.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -130,6 +133,7 @@ class PipelineStrategy(_Base):
         self._group: Any = None
         self._exchange: Exchange | None = None
         self._pipeline: Pipeline | None = None
+        self._shadows = Shadows()
         self._plan: Plan | None = self.options.plan
         self._timeline: Timeline | None = None
 
@@ -234,7 +238,7 @@ class PipelineStrategy(_Base):
         module.trainer._accelerator_connector.use_distributed_sampler = False
         if self._engine is None:
             self._engine = self._join()
-            Finalize(self._engine, Engine.close, (self._engine,), exitpriority=0)
+            Finalize(None, self._engine.close, exitpriority=0)
         self._exchange = Exchange(self._engine.control)
 
     def _join(self) -> Engine:
@@ -263,6 +267,7 @@ class PipelineStrategy(_Base):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._reset_optimizers_and_schedulers()
+        adapt(self._shadows, trainer, self.exchange.leads)
         if trainer.state.fn == "fit":
             capture = capture_from_loader(trainer, self)
             if capture is not None:
@@ -273,6 +278,7 @@ class PipelineStrategy(_Base):
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
         refuse_optimizers(self.optimizers)
+        check_optimizers(self.precision_plugin, self.optimizers)
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -296,12 +302,17 @@ class PipelineStrategy(_Base):
         return self._pipeline
 
     def teardown(self) -> None:
-        trainer = getattr(self.lightning_module, "_trainer", None)
         if self._pipeline is not None:
-            interrupted = trainer is None or trainer.state.status == "interrupted"
-            self._pipeline.close(whole=not interrupted)
+            self._pipeline.close(whole=not self._interrupted)
             self._pipeline = None
+        self._shadows.lift()
         super().teardown()
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether the run ends by an exception, so that other ranks may not answer any more."""
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is None or trainer.state.status == "interrupted"
 
     def on_exception(self, exception: BaseException) -> None:
         if self._engine is not None:
@@ -402,6 +413,38 @@ class PipelineStrategy(_Base):
         return (False not in decisions) if all else (True in decisions)
 
     # Weights and checkpoints
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Models are built on the CPU; each rank's device gets its own stage only."""
+        with torch.device("cpu"), self.precision_plugin.tensor_init_context():
+            yield
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """The user's, or one that never leaves half a file; a wrapper that has none wraps that."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = state.AtomicCheckpointIO()
+        elif getattr(self._checkpoint_io, "_base_checkpoint_io_configured", True) is False:
+            self._checkpoint_io.checkpoint_io = state.AtomicCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._pipeline is None and not self.is_global_zero:
+            return  # every rank holds the whole model
+        state.save_checkpoint(
+            checkpoint,
+            filepath,
+            io=self.checkpoint_io,
+            rank=self.global_rank,
+            group=self._group if self._pipeline is not None else None,
+            interrupted=self._interrupted,
+            storage_options=storage_options,
+        )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
