@@ -20,6 +20,7 @@ QUIET = (
     "ignore:.*does not have many workers",
     "ignore:.*isinstance.treespec, LeafSpec.*",
     "ignore:.*sampler has shuffling enabled",
+    "ignore:You defined a .validation_step. but have no",
     "ignore:The number of training batches",
     "ignore:.*exists and is not empty",
     "ignore:.*fork.*may lead to deadlocks",
@@ -96,11 +97,11 @@ def hand_plan(
     )
 
 
-def pipeline(module: L.LightningModule, n_ranks: int, **options: Any) -> HetPipeStrategy:
-    """A forked strategy with a plan by hand for ``module.net`` on 8 features."""
+def pipeline(trained: L.LightningModule, n_ranks: int, **options: Any) -> HetPipeStrategy:
+    """A forked strategy with a plan by hand for ``trained.net`` on 8 features."""
     example = torch.zeros(BATCH, 8, dtype=torch.float64)
     plan_options = {key: options.pop(key) for key in ("micro_batch", "schedule") if key in options}
-    plan = hand_plan(module.net, (example,), n_ranks, **plan_options)  # type: ignore[arg-type]
+    plan = hand_plan(trained.net, (example,), n_ranks, **plan_options)  # type: ignore[arg-type]
     return HetPipeStrategy(plan=plan, start_method="fork", timeout_s=30, **options)
 
 
@@ -135,7 +136,8 @@ def fit_both(
         chosen: Any = "auto" if n is None else pipeline(module, n, **(strategy or {}))
         run = trainer(chosen, n or 1, callbacks=callbacks(), **options)
         torch.manual_seed(2)
-        run.fit(module, train or loader(shuffle=True), val or loader(20, seed=1))
+        train = loader(shuffle=True) if train is None else train
+        run.fit(module, train, loader(20, seed=1) if val is None else val)
         runs.append(run)
     return runs[0], runs[1]
 
