@@ -11,13 +11,13 @@ teardown         whole weights again, on every rank
 import logging
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.errors import UnsupportedError
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import Profile
-from lightning_hetpipe.strategy import checkpoint as state
 from lightning_hetpipe.strategy.capture import Capture, capture_from_loader, capture_from_step
 from lightning_hetpipe.strategy.data import for_this_rank
 from lightning_hetpipe.strategy.exchange import Exchange
@@ -45,18 +44,14 @@ from lightning_hetpipe.strategy.pipelined import find_pipelined
 from lightning_hetpipe.strategy.prepare import Run, prepare
 from lightning_hetpipe.strategy.precision import check_optimizers
 from lightning_hetpipe.strategy.refusals import refuse_callbacks, refuse_module, refuse_optimizers
+from lightning_hetpipe.strategy.saving import Saving
 from lightning_hetpipe.strategy.shadows import Shadows, adapt
 from lightning_hetpipe.timeline import Timeline
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Base
-else:
-    _Base = object
 
 log = logging.getLogger(__name__)
 
 
-class PipelineStrategy(_Base):
+class PipelineStrategy(Saving):
     """All of `HetPipeStrategy` but the Lightning namespace, which a subclass adds.
 
     Args:
@@ -75,6 +70,8 @@ class PipelineStrategy(_Base):
         profile: A `Profile` or a file: skips measuring.
         run_dir: Where plan and profile are written; nowhere if None.
         blocks: Dotted name of a sequence of blocks, for a module that does not trace.
+        checkpoint: ``file`` is one ordinary Lightning checkpoint; ``directory``, for a model too large for
+            rank 0, has every rank write its part.
     """
 
     is_distributed = True
@@ -97,6 +94,7 @@ class PipelineStrategy(_Base):
         profile: Profile | str | Path | None = None,
         run_dir: str | Path | None = None,
         blocks: str | None = None,
+        checkpoint: str = "file",
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -127,7 +125,10 @@ class PipelineStrategy(_Base):
         )
         if start_method not in ("popen", "fork", "spawn"):
             raise ValueError(f"start_method={start_method!r} is unknown; known are popen, fork, spawn")
+        if checkpoint not in ("file", "directory"):
+            raise ValueError(f"checkpoint={checkpoint!r} is unknown; known are file, directory")
         self.start_method = start_method
+        self.checkpoint_form = checkpoint
         self.num_nodes = 1
         self._engine: Engine | None = None
         self._group: Any = None
@@ -284,6 +285,12 @@ class PipelineStrategy(_Base):
         assert self.model is not None
         self.model.to(self.root_device)
 
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Models are built on the CPU; each rank's device gets its own stage only."""
+        with torch.device("cpu"), self.precision_plugin.tensor_init_context():
+            yield
+
     def _prepare(self, capture: Capture) -> Pipeline:
         assert self._engine is not None and self.lightning_module is not None
         run = Run(
@@ -377,6 +384,9 @@ class PipelineStrategy(_Base):
         helpers = import_module(f"{self.namespace}.utilities.model_helpers")
         return bool(helpers.is_overridden(hook, module))
 
+    def _runs_user_code_alone(self) -> bool:
+        return self._pipeline is not None and self._pipeline.leading
+
     # What Lightning and user code ask of all ranks. Rank 0 asks itself while it runs user code alone.
 
     @property
@@ -386,7 +396,7 @@ class PipelineStrategy(_Base):
 
     @property
     def _alone(self) -> bool:
-        return self.world_size == 1 or (self._pipeline is not None and self._pipeline.leading)
+        return self.world_size == 1 or self._runs_user_code_alone()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The tensor itself: all ranks of the one replica hold the same value."""
@@ -411,53 +421,3 @@ class PipelineStrategy(_Base):
             return bool(decision)
         decisions = self.exchange.gather(bool(decision))
         return (False not in decisions) if all else (True in decisions)
-
-    # Weights and checkpoints
-
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Models are built on the CPU; each rank's device gets its own stage only."""
-        with torch.device("cpu"), self.precision_plugin.tensor_init_context():
-            yield
-
-    @property
-    def checkpoint_io(self) -> Any:
-        """The user's, or one that never leaves half a file; a wrapper that has none wraps that."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = state.AtomicCheckpointIO()
-        elif getattr(self._checkpoint_io, "_base_checkpoint_io_configured", True) is False:
-            self._checkpoint_io.checkpoint_io = state.AtomicCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        self._checkpoint_io = io
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._pipeline is None and not self.is_global_zero:
-            return  # every rank holds the whole model
-        state.save_checkpoint(
-            checkpoint,
-            filepath,
-            io=self.checkpoint_io,
-            rank=self.global_rank,
-            group=self._group if self._pipeline is not None else None,
-            interrupted=self._interrupted,
-            storage_options=storage_options,
-        )
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        return self.lightning_module.state_dict()
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return state.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        state.load_model_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"]):
-            state.load_optimizer_state(optimizer, saved)
-        state.restore_rng(checkpoint, self.global_rank, self.world_size)
