@@ -286,9 +286,14 @@ class _Shared(torch.autograd.Function):
             scale = invstd if weight is None else invstd * weight
             grad_input = (grad - over_bias - unit * over_weight) * _spread(scale, values)
             grad_input = grad_input.to(input.dtype)
-        if weight is None:  # BatchNorm has a weight and a bias, or neither
-            return grad_input, None, None, None, None
-        return grad_input, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        return (
+            grad_input,
+            grad_weight.to(weight.dtype) if needs_weight else None,
+            grad_bias.to(weight.dtype) if needs_bias else None,
+            None,
+            None,
+        )
 
 
 def _all_but_channels(input: Tensor) -> list[int]:

@@ -17,7 +17,8 @@ from typing import Literal, cast, get_args
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_hetpipe.errors import NormError
 from lightning_hetpipe.stage import batchnorm
@@ -79,6 +80,8 @@ def convert_norm(
             _become_group_norm(layer, groups[name])
     else:
         for layer in layers.values():
+            if type(layer) not in _AXIS:  # a subclass of its own, which only "keep" lets pass
+                continue
             for state in _OWN_STATE:
                 layer.__dict__.pop(state, None)
             layer.__class__ = _KINDS[policy][_AXIS[type(layer)]]
@@ -141,7 +144,7 @@ def small_batch_advice(module: nn.Module, samples: int, min_samples: int = 16) -
 def _check(name: str, layer: _BatchNorm, policy: Policy) -> None:
     """Refuses what cannot become `policy`, by name."""
     where = f"{type(layer).__name__} {name!r}" if name else type(layer).__name__
-    if isinstance(layer, _LazyNormBase):
+    if isinstance(layer, LazyModuleMixin):
         raise NormError(f"{where} has no parameters yet: run one forward of the model, then convert it")
     if isinstance(layer, nn.SyncBatchNorm):
         raise NormError(
