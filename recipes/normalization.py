@@ -153,15 +153,18 @@ def conclusion(found: dict[str, dict[int, list[float]]], names: list[str]) -> li
     for policy, split, name in rows(names):
         if name == REFERENCE:
             continue
-        verdicts: dict[str, list[str]] = {"worse": [], "better": [], "equal within the spread": []}
+        verdicts: dict[str, list[str]] = {}
         for size, values in found[name].items():
             pairs = zip(values, found[REFERENCE][size], strict=True)
             mean, error = mean_and_error([ours - whole for ours, whole in pairs])
-            verdict = (
-                "equal within the spread" if abs(mean) <= 3 * error else "worse" if mean < 0 else "better"
-            )
-            verdicts[verdict].append(f"N={size} ({mean:+.2f} ± {error:.2f})")
-        told = [f"{verdict} at {', '.join(sizes)}" for verdict, sizes in verdicts.items() if sizes]
+            if math.isinf(error):
+                verdict = "not decided by one seed"
+            elif abs(mean) <= 3 * error:
+                verdict = "equal within the spread"
+            else:
+                verdict = "worse" if mean < 0 else "better"
+            verdicts.setdefault(verdict, []).append(f"N={size} ({mean:+.2f} ± {error:.2f})")
+        told = [f"{verdict} at {', '.join(sizes)}" for verdict, sizes in verdicts.items()]
         sentences.append(f"{policy}, {split}: " + "; ".join(told) + ".")
     return sentences
 
