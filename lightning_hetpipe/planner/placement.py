@@ -205,8 +205,6 @@ def _bounds(
             yield (batch[i][0], batch[i][1]), lower, prices[row], relaxed.before_s[row]
 
 
-
-
 @dataclass(frozen=True)
 class _Labels:
     """Partial placements that begin at one layer; ``stop`` and ``parent`` lead to the stage after."""
