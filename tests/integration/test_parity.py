@@ -107,7 +107,7 @@ def one_device(
 
 
 @pytest.mark.timeout(600 if ALL else 120)
-@pytest.mark.parametrize(("name", "schedule", "n_stages", "slicing", "accumulate"), cases())
+@pytest.mark.parametrize(("name", "schedule", "n_stages", "slicing", "accumulate"), tuple(cases()))
 def test_training_equals_one_device(
     name: str, schedule: str, n_stages: int, slicing: str, accumulate: int, tmp_path: Path
 ) -> None:
