@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from lightning_hetpipe.graph import READER, Layer, Value
 from lightning_hetpipe.tracing.analysis import Chain, is_carried
@@ -129,10 +129,12 @@ def _targets(root: Root, node: fx.Node) -> list[str]:
 def _main(root: Root, nodes: list[fx.Node]) -> fx.Node:
     """The node that a reader would name the layer after: the one with most parameters, else a module."""
 
-    def weight(node: fx.Node) -> tuple[int, bool]:
+    def weight(node: fx.Node) -> tuple[int, bool, bool]:
+        makes_tensor = isinstance(node.meta["value"], Tensor)
         if node.op != "call_module":
-            return 0, False
-        return sum(tensor.numel() for tensor in root.get_submodule(str(node.target)).parameters()), True
+            return 0, False, makes_tensor
+        module = root.get_submodule(str(node.target))
+        return sum(tensor.numel() for tensor in module.parameters()), True, makes_tensor
 
     return max(nodes, key=weight)
 

@@ -96,7 +96,10 @@ class _Proxy(fx.Proxy):
     tracer: "_Tracer"
 
     def __getattr__(self, name: str) -> Any:
-        return _Attribute(self, name)
+        attribute = _Attribute(self, name)
+        if not callable(getattr(self.node.meta["value"], name, None)):
+            _ = attribute.node  # read now: it may be another value later, and a size is cheaper to keep
+        return attribute
 
     def __len__(self) -> int:
         return int(self.tracer.decide(self.tracer.create_proxy("call_function", len, (self,), {})))
@@ -391,6 +394,9 @@ def _patched(tracer: _Tracer) -> Iterator[None]:
     with ExitStack() as stack:
         for name in (*_FACTORIES, *_RANDOM):
             stack.enter_context(_replaced(torch, name, seen(getattr(torch, name), name in _RANDOM)))
+        for name in ("_canonical_mask", "_none_or_dtype"):  # they ask for the type of a tensor
+            function = getattr(nn.functional, name)
+            stack.enter_context(_replaced(nn.functional, name, seen(function, False)))
         stack.enter_context(_replaced(torch.autograd.Function, "apply", classmethod(apply)))
         stack.enter_context(_replaced(nn.modules.transformer, "_detect_is_causal_mask", causal))
         yield
