@@ -147,13 +147,15 @@ def _operation(root: Root, node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", type(node.target).__name__))
 
 
-def fingerprint_text(graph: fx.Graph, groups: list[list[fx.Node]], specs: Mapping[str, str]) -> str:
+def fingerprint_text(root: Root, groups: list[list[fx.Node]], specs: Mapping[str, str]) -> str:
     """A text that is equal for equal models: structure, constants, shapes and dtypes."""
     lines = [f"{name}: {spec}" for name, spec in specs.items()]
     for nodes in groups:
         lines.append("layer")
         for node in nodes:
             target = node.target if isinstance(node.target, str) else qualified(node.target)
+            if node.op == "call_module":
+                target = f"{target} {root.get_submodule(target)}"
             arguments = [argument.meta["name"] for argument in node.all_input_nodes]
             constants = [repr(leaf) for leaf in _constants((node.args, node.kwargs))]
             lines.append(f"{node.meta['name']} = {target}({arguments}, {constants})")

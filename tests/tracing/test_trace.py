@@ -1,6 +1,7 @@
 """Names, shapes, fingerprints, fallbacks and refusals."""
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def test_a_residual_block_is_cut_inside() -> None:
     graph = trace(narrow_resnet(), (torch.randn(2, 3, 32, 32),), {}).graph
     names = [layer.name for layer in graph.layers]
     assert names[4:11] == [
-        "layer1.0.conv1", "layer1.0.bn1", "layer1.0.relu", "layer1.0.conv2", "layer1.0.bn2", "layer1.0.add",
+        "layer1.0.conv1", "layer1.0.bn1", "layer1.0.relu", "layer1.0.conv2", "layer1.0.bn2", "layer1.0.iadd",
         "layer1.0.relu_1",
     ]  # fmt: skip
     skip = graph.value("maxpool")
@@ -245,6 +246,16 @@ def test_a_sequential_of_untraceable_items_is_kept_item_by_item() -> None:
     assert [layer.operation for layer in traced.graph.layers] == ["Branches", "Branches"]
 
 
+class Doubles(Branches):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([super().forward(x)] * 2, 1)
+
+
+def test_a_block_that_looks_at_its_data_has_to_keep_its_shape() -> None:
+    with pytest.raises(GraphError, match="0 .* looks at its data .* keep a larger module whole"):
+        trace(nn.Sequential(Doubles()), (torch.randn(2, 6),), {}, blocks="0")
+
+
 def test_unknown_blocks_are_refused() -> None:
     with pytest.raises(GraphError, match="blocks='layers' is no module of Outer, which has stem, blocks"):
         trace(Outer(), (torch.randn(2, 6),), {}, blocks="layers")
@@ -352,16 +363,6 @@ def test_examples_that_cannot_be_sent_are_refused(args: Any, message: str) -> No
 
 
 def test_inputs_are_freed_after_their_last_use() -> None:
-    class Freed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.held: list[bool] = []
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    import weakref
-
     held: list[bool] = []
     x = torch.randn(4, 6)
     reference = weakref.ref(x)
