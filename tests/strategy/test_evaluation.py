@@ -47,10 +47,13 @@ class _Writer(BasePredictionWriter):
 class _SavePredictions(L.Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.rows: list[Tensor] = []
+
+    def on_predict_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *rest: Any) -> None:
+        self.rows.append(outputs)
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        rows = torch.cat(trainer.predict_loop.predictions)
-        torch.save(rows, self.folder / f"rows-{trainer.global_rank}")
+        torch.save(torch.cat(self.rows), self.folder / f"rows-{trainer.global_rank}")
 
 
 def test_predictions_are_all_rows_in_order_on_all_ranks_and_written_once(tmp_path: Path) -> None:
