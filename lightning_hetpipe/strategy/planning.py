@@ -84,7 +84,9 @@ def _profile(
     sizes = _sizes(captured.batch_size)
 
     def measure() -> Profile:
-        devices = exchange.agree(lambda: _measure(engine, exchange, traced, captured, context, cluster, sizes))
+        devices = exchange.agree(
+            lambda: _measure(engine, exchange, traced, captured, context, cluster, sizes)
+        )
         return Profile(traced.graph, tuple(devices), environment=_environment())
 
     if not exchange.leads:

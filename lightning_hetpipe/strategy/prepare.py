@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.runtime import SharedGradients
@@ -150,8 +150,8 @@ def _trace(run: Run, pipelined: Any, captured: Captured) -> Traced:
     fingerprints = run.exchange.agree(work)
     if len(set(fingerprints)) > 1:
         raise PlanError(
-            f"the ranks built different models (fingerprints {', '.join(fingerprints)}): every rank must build "
-            "the same module, whatever its device"
+            f"the ranks built different models (fingerprints {', '.join(fingerprints)}): every rank must "
+            "build the same module, whatever its device"
         )
     return made[0]
 

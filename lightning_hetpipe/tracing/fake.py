@@ -126,7 +126,7 @@ def _start_autograd() -> None:
     cannot compute gradients.
     """
     with torch.enable_grad(), torch.inference_mode(False):
-        torch.ones((), requires_grad=True).backward()
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -22,7 +22,9 @@ TWO = {"name": "pair", "devices": [{"name": "a", "speed": 0.5}, {"name": "b", "s
 def no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     started: list[str] = []
     start = multiprocessing.Process.start
-    monkeypatch.setattr(multiprocessing.Process, "start", lambda self: (started.append(self.name), start(self)))
+    monkeypatch.setattr(
+        multiprocessing.Process, "start", lambda self: (started.append(self.name), start(self))
+    )
     yield
     assert not started
 
@@ -113,16 +115,6 @@ def test_shipped_clusters_are_known_by_name() -> None:
 def test_several_nodes_without_a_launcher_for_them() -> None:
     with pytest.raises(UnsupportedError, match="start the script with torchrun or SLURM"):
         trainer(hp.HetPipeStrategy(), 2, num_nodes=2)
-
-
-def test_more_than_one_optimizer() -> None:
-    class Two(Classifier):
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.net[0], self.net[2])]
-
-    module = Two()
-    with pytest.raises(UnsupportedError, match=r"returned 2 optimizers \(SGD, SGD\)"):
-        trainer(pipeline(module, 1)).fit(module, loader())
 
 
 def test_an_optimizer_that_evaluates_the_step_itself() -> None:

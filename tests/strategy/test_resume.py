@@ -1,10 +1,5 @@
 """Real Trainers: what is written under one plan goes on under another, or without this package."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
