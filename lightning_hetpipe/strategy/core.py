@@ -391,4 +391,5 @@ class PipelineStrategy(Together, Saving):
         return bool(helpers.is_overridden(hook, module))
 
     def _runs_user_code_alone(self) -> bool:
-        return self._pipeline is not None and self._pipeline.leading
+        alone = self._exchange is not None and self._exchange.leading
+        return alone or (self._pipeline is not None and self._pipeline.leading)
