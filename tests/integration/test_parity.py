@@ -26,7 +26,7 @@ ALL = os.environ.get("HETPIPE_PARITY") == "all"
 SCHEDULES = ("gpipe", "1f1b")
 N_STAGES = (2, 3, 4)
 # Samples in a batch, in a micro-batch, and in the data set (the last batch is then smaller).
-SLICINGS = {"even": (6, 2, 6), "ragged": (8, 3, 7), "few": (4, 3, 4)}
+SLICINGS = {"even": (6, 2, 6), "ragged": (8, 3, 5), "few": (3, 3, 3)}
 ACCUMULATE = (1, 2)
 STEPS = 3
 
