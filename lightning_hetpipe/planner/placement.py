@@ -19,8 +19,10 @@ from lightning_hetpipe.planner.chain import Array, Bools, Chain, Ints, Placement
 from lightning_hetpipe.planner.cost import steps_ahead
 from lightning_hetpipe.planner.relax import price
 
-_BATCH = 48  # caps that are relaxed together
+_BATCH = 32  # caps that are relaxed together
 _PIECES = 6  # children of an interval
+_SEEDS = 12  # caps of the hasty searches
+_HASTY = 64  # labels per layer of a hasty search
 _ROUNDING = 1e-9
 
 
@@ -38,7 +40,7 @@ class Budget:
     labels: int = 20_000
     searches: int = 400
     rounds: int = 16
-    slack: float = 0.05
+    slack: float = 0.03
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,14 @@ def place(
         No placements where nothing fits (or beats ``upper_s``).
     """
     search = _Search(chain, keep, budget or Budget(), upper_s)
-    _add_singles(search)
-    bound = np.inf
     caps = _caps(chain)
-    level = [
-        (low, high, np.zeros(len(chain.available))) for low, high in _split(caps, 0, len(caps) - 1, _BATCH)
-    ]
+    if not len(caps) or not _seed(search, caps):
+        return Placements((), np.inf)
+    bound = np.inf
+    if chain.n_micro_batches > 1:
+        caps = caps[: max(1, np.searchsorted(caps, search.upper_s / (chain.n_micro_batches - 1), "right"))]
+    no_prices = np.zeros(len(chain.available))
+    level = [(low, high, no_prices) for low, high in _split(caps, 0, len(caps) - 1, _BATCH)]
     while level:
         survivors: list[tuple[float, int, int, Array, Array]] = []
         for batch in (level[i : i + _BATCH] for i in range(0, len(level), _BATCH)):
@@ -126,8 +130,10 @@ def place(
                 continue
             whole = low == high or caps[high] <= caps[low] * (1 + tolerance)
             allowed = search.searches < search.budget.searches
+            labels = search.budget.labels
             if (whole or rank < 2) and allowed:
-                lower = max(lower, _grow(search, caps[high], caps[low], before, prices))
+                search.searches += 1
+                lower = max(lower, _grow(search, caps[high], caps[low], before, prices, labels))
             if whole or lower >= search.upper_s * (1 - tolerance):
                 bound = min(bound, lower)
             else:
@@ -137,14 +143,29 @@ def place(
     return Placements(tuple(ranked[:keep]), float(min(bound, best)))
 
 
-def _add_singles(search: _Search) -> None:
-    """The whole model on one device: the first cost to beat."""
+def _seed(search: _Search, caps: Array) -> bool:
+    """Costs to beat: one device alone, the cheapest placement under no cap, hasty searches under some.
+
+    False where nothing fits: what fits under a cap fits under a longer one.
+    """
     chain = search.chain
-    if chain.n_stages not in (None, 1):
-        return
     for choice in np.flatnonzero(np.isfinite(chain.last_s)):
-        if (chain.uses[choice] <= chain.available).all() and _fits(chain, (0,), (int(choice),), np.inf):
+        possible = chain.n_stages in (None, 1) and (chain.uses[choice] <= chain.available).all()
+        if possible and _fits(chain, (0,), (int(choice),), np.inf):
             search.add((0,), (int(choice),), np.inf)
+    some = np.unique(np.searchsorted(caps, np.geomspace(max(caps[0], 1e-12), caps[-1], _SEEDS)).clip(0, len(caps) - 1))
+    chosen, no_prices = caps[some], np.zeros((len(some), len(chain.available)))
+    targets = search.upper_s - (chain.n_micro_batches - 1) * chosen
+    prices, relaxed = price(chain, chosen, no_prices, targets, search.budget.rounds // 2)
+    if not search.found:
+        _grow(search, caps[-1], caps[0], relaxed.before_s[-1], prices[-1], search.budget.labels)
+    if not search.found and not np.isfinite(search.upper_s):
+        return False
+    for row, cap in enumerate(chosen):
+        lower = relaxed.bound_s[row] + (chain.n_micro_batches - 1) * cap
+        if lower < search.upper_s:
+            _grow(search, cap, cap, relaxed.before_s[row], prices[row], _HASTY)
+    return True
 
 
 def _caps(chain: Chain) -> Array:
@@ -227,10 +248,11 @@ class _Labels:
         )
 
 
-def _grow(search: _Search, cap: float, low_cap: float, before: Array, prices: Array) -> float:
+def _grow(
+    search: _Search, cap: float, low_cap: float, before: Array, prices: Array, most: int
+) -> float:
     """Grows labels under one cap, collects placements, and returns a bound for caps in ``[low_cap, cap]``."""
     chain, threshold = search.chain, search.threshold_s
-    search.searches += 1
     n, pools = chain.n_layers, len(chain.available)
     rest_s = (chain.n_micro_batches - 1) * low_cap
     zero = np.zeros(1, dtype=np.int64)
@@ -253,10 +275,10 @@ def _grow(search: _Search, cap: float, low_cap: float, before: Array, prices: Ar
         left = chain.available[None, :] - labels.used
         promise = labels.cost_s + before[labels.choice, start] - left @ prices + rest_s
         alive = np.flatnonzero(promise < threshold)
-        alive, bound = _best(alive, promise, 8 * search.budget.labels, bound)
+        alive, bound = _best(alive, promise, 8 * most, bound)
         labels, promise = labels.at(alive), promise[alive]
         order = _undominated(chain, labels)
-        order, bound = _best(order, promise, search.budget.labels, bound)
+        order, bound = _best(order, promise, most, bound)
         table[start] = labels.at(order)
     whole = table[0]
     if whole is None or not len(whole.cost_s):
@@ -321,18 +343,24 @@ def _in_flight(chain: Chain, after: Ints, seconds: Array, cap: float, last: Bool
 
 
 def _undominated(chain: Chain, labels: _Labels) -> Ints:
-    """The cheapest label of every state (holder, devices used, in flight)."""
+    """Labels that no other of the same holder and devices beats in cost and in flight alike."""
     state, size = labels.choice, chain.n_choices
-    for column, most in zip((*labels.used.T, labels.k), (*chain.available, chain.n_micro_batches)):
+    for column, most in zip(labels.used.T, chain.available):
         if size > 2**62 // (int(most) + 1):  # the code would overflow: number the states seen so far
             state = np.unique(state, return_inverse=True)[1]
             size = len(state)
         state = state * (int(most) + 1) + column
         size *= int(most) + 1
-    order = np.lexsort([labels.cost_s, state])
-    found = state[order]
+    by_cost = np.argsort(labels.cost_s, kind="stable")
+    rank = np.empty_like(by_cost)
+    rank[by_cost] = np.arange(len(by_cost))
+    order = np.lexsort([rank, labels.k, state])
+    # The least rank so far within a state: later states lie lower by more than any rank.
+    group = np.cumsum(np.diff(state[order], prepend=-1) != 0)
+    lowered = rank[order] - group * len(order)
+    least = np.minimum.accumulate(lowered)
     first = np.ones(len(order), dtype=bool)
-    first[1:] = found[1:] != found[:-1]
+    first[1:] = lowered[1:] < least[:-1]
     return order[first]
 
 
