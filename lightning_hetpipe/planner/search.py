@@ -210,7 +210,8 @@ def _searched(request: _Request, single: Baseline) -> _Found:
         pools = in_order(setting.profile, setting.cluster, request.device_order)
     else:
         pools = make_pools(setting.profile, setting.cluster, pinned_last=request.pinned_last)
-    result, best = _Found(), {}
+    result = _Found()
+    best: dict[int, float] = {}
     alone = single.candidate
     may_be_alone = request.stages in (None, 1) and request.device_order is None
     if alone and may_be_alone and request.micro_batch in ("auto", alone.plan.micro_batch):
