@@ -161,9 +161,9 @@ def _seed(search: _Search, caps: Array) -> bool:
     targets = search.upper_s - (chain.n_micro_batches - 1) * chosen
     prices, relaxed = price(chain, chosen, no_prices, targets, search.budget.rounds // 2)
     if not search.found:
-        _grow(search, caps[-1], caps[0], relaxed.before_s[-1], prices[-1], search.budget.labels)
-    if not search.found and not np.isfinite(search.upper_s):
-        return False
+        before, most = relaxed.before_s[-1], search.budget.labels
+        if not np.isfinite(_grow(search, caps[-1], caps[0], before, prices[-1], most)):
+            return False
     for row, cap in enumerate(chosen):
         lower = relaxed.bound_s[row] + (chain.n_micro_batches - 1) * cap
         if lower < search.upper_s:
