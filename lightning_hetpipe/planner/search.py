@@ -28,7 +28,7 @@ from lightning_hetpipe.planner.split import Even, even_stages
 from lightning_hetpipe.plans import SCHEDULES, Alternative, Plan, Stage
 from lightning_hetpipe.profiles import Profile
 
-_ACTIONS = 400_000  # actions that re-ranking may simulate per micro-batch size
+_ACTIONS = 60_000  # actions that re-ranking may simulate per micro-batch size
 
 
 def make_plan(
@@ -298,7 +298,7 @@ def _depths(request: _Request, chain: Chain) -> tuple[Depth, ...]:
 def _place(chain: Chain, upper_s: float) -> Placements:
     """A search as hard as the size of the problem allows."""
     states = float(np.prod(chain.available + 1.0)) * chain.n_choices * chain.n_layers
-    budget = Budget(searches=30, rounds=6) if states <= 1e5 else Budget(labels=400, searches=6, slack=0.01)
+    budget = Budget(searches=30, rounds=6) if states <= 1e5 else Budget(labels=250, searches=4, rounds=10, slack=0.01)
     return place(chain, tolerance=0.01, upper_s=upper_s, budget=budget)
 
 
