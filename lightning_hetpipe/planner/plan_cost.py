@@ -69,6 +69,7 @@ class PlanCost:
         self._names = [device.name for device in plan.cluster.devices]
         self._links: dict[tuple[int, int], Link] = {}
         self._bytes: dict[tuple[int, int, Kind, int], float] = {}
+        self._has_groups = any(len(stage.devices) > 1 for stage in plan.stages)
 
     def seconds(self, action: Action) -> float:
         """Duration of a computation or reduction; the reader's own work counts in the last stage."""
@@ -136,8 +137,9 @@ class PlanCost:
         """Link time and latency of a send from one rank to another."""
         assert action.peer is not None
         assert action.micro_batch is not None
-        link = self.link(source, target)
-        overlap = self._overlap(action.stage, source, action.peer, target)
+        link, overlap = self.link(source, target), 1.0
+        if self._has_groups:
+            overlap = self._overlap(action.stage, source, action.peer, target)
         if overlap == 0:
             return 0.0, 0.0
         size = self.message_bytes(action.stage, action.peer, action.kind, self.slices[action.micro_batch])
