@@ -1,8 +1,8 @@
 """Makes a slower, smaller device out of a CPU, and a slower link out of loopback.
 
-    compute   |####|                     cpu seconds c
-    section   |####|..sleep..|           wall seconds c / speed
-    message   sent ──► |start ... bytes/bandwidth ... |latency| may be consumed (the stamp)
+compute   |####|                     cpu seconds c
+section   |####|..sleep..|           wall seconds c / speed
+message   sent ──► |start ... bytes/bandwidth ... |latency| may be consumed (the stamp)
 """
 
 import contextlib

@@ -299,7 +299,9 @@ class Runtime:
             for row in schedule.actions:
                 for action in row:
                     if action.kind not in self._run:
-                        raise UnsupportedError(f"the runtime runs whole backwards (B); {action} is a part of one")
+                        raise UnsupportedError(
+                            f"the runtime runs whole backwards (B); {action} is a part of one"
+                        )
             self._taken[key] = schedule, taken_sends(schedule, self._control.rank)
         return self._taken[key][1]
 

@@ -1,9 +1,9 @@
 """The engine of one rank: set up once per process, given a plan's stages, then stepped.
 
-    engine = Engine(store, rank, world_size, device=..., timeout_s=...)     all ranks together
-    engine.install(make, routes, ranks_of_stage, {1: stage})               all ranks together, per plan
-    engine.control.share(...)                                              header
-    losses = engine.train_step(specs, reader=reader, weights=weights)      every rank, every step
+engine = Engine(store, rank, world_size, device=..., timeout_s=...)     all ranks together
+engine.install(make, routes, ranks_of_stage, {1: stage})               all ranks together, per plan
+engine.control.share(...)                                              header
+losses = engine.train_step(specs, reader=reader, weights=weights)      every rank, every step
 """
 
 import itertools
@@ -121,9 +121,7 @@ class Engine:
             weights: Per micro-batch; `sample_weights` for a loss that is a mean.
             reader: On rank 0.
         """
-        return self._installed.run(
-            self.schedule(len(specs), True), specs, reader=reader, weights=weights
-        )
+        return self._installed.run(self.schedule(len(specs), True), specs, reader=reader, weights=weights)
 
     def forward(self, specs: Sequence[Specs], *, reader: Reader | None = None) -> None:
         """The forward of all micro-batches; the reader collects the outputs."""

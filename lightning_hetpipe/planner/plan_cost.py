@@ -113,14 +113,14 @@ class PlanCost:
         for index in reducing_stages(self.plan, self.graph):
             stage = self.plan.stages[index]
             if stage.split == "batch":
-                layers, ranks = range(stage.start, stage.stop), self.plan.ranks_of_stage[index]
+                layers, ranks = list(range(stage.start, stage.stop)), self.plan.ranks_of_stage[index]
             else:
                 layers, ranks = self._tied_with(stage)
             size = sum(self.graph.layers[layer].parameter_bytes for layer in layers)
             seconds[index] = ring_s([self.link(a, b) for a, b in ring(ranks)], size)
         return seconds
 
-    def _tied_with(self, stage: Stage) -> tuple[Sequence[int], tuple[int, ...]]:
+    def _tied_with(self, stage: Stage) -> tuple[list[int], tuple[int, ...]]:
         """A stage's layers with tied weights, and the ranks of all stages that share them."""
         groups = [group for group in self.graph.tied if any(stage.start <= i < stage.stop for i in group)]
         ranks = [
@@ -134,7 +134,8 @@ class PlanCost:
 
     def transfer(self, action: Action, source: int, target: int) -> tuple[float, float]:
         """Link time and latency of a send from one rank to another."""
-        assert action.peer is not None and action.micro_batch is not None
+        assert action.peer is not None
+        assert action.micro_batch is not None
         link = self.link(source, target)
         overlap = self._overlap(action.stage, source, action.peer, target)
         if overlap == 0:
