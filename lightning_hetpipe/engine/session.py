@@ -12,9 +12,9 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
 from lightning_hetpipe.cluster import Cluster, Device
+from lightning_hetpipe.engine.c10d import Store
 from lightning_hetpipe.engine.control import Control
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.memory import peak_memory_bytes
