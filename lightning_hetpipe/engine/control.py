@@ -122,7 +122,7 @@ class Control:
                 raise ValueError("rank 0 shares a message, the others receive it")
             self._send_to_all(message)
             return message
-        assert self._group is not None and self._posted is not None
+        assert self._posted is not None
         work, buffer = self._posted
         self.wait(work, 0, "the next header or footer")
         received, size_bytes = _decode(buffer)
