@@ -61,12 +61,16 @@ class Emulator:
             self._overshoot_s += self._clock() - begun_s - pause_s
         self._overshoot_s = max(0.0, self._overshoot_s - paid_s)
 
-    def limit_memory(self) -> None:
-        """Caps what this process may allocate on top of what it has (``RLIMIT_DATA``)."""
+    def limit_memory(self, held_bytes: int = 0) -> None:
+        """Caps what this process may allocate on top of what it has (``RLIMIT_DATA``).
+
+        Args:
+            held_bytes: What it has already and the device's memory must hold too: its stage's parameters.
+        """
         if self.memory_bytes is None:
             return
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        soft = status_bytes("VmData") + self.memory_bytes
+        soft = status_bytes("VmData") + max(0, self.memory_bytes - held_bytes)
         resource.setrlimit(resource.RLIMIT_DATA, (soft if hard < 0 else min(soft, hard), hard))
         self._limited = True
 

@@ -159,7 +159,7 @@ def too_large(rank: int, store: Store) -> None:
         ((1,), (0,)),
         {0: Hungry(toy, 0, 2)} if rank else {1: ToyStage(toy, 2, 4)},
     )
-    engine.emulator.limit_memory()
+    engine.limit_memory(held_bytes=0)
     reader = ToyReader(toy, batch_of(2), (2,), False) if rank == 0 else None
     try:
         engine.train_step([specs(2)], weights=(1.0,), reader=reader)
