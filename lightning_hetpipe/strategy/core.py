@@ -385,7 +385,7 @@ class PipelineStrategy(Saving):
         return tensor
 
     def barrier(self, name: str | None = None) -> None:
-        if not self._alone and self._exchange is not None:
+        if not self._alone and self._exchange is not None and not self._is_interrupted():
             self._exchange.gather(None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:

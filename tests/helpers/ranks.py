@@ -95,8 +95,6 @@ def _child(
             )
         outcome: tuple[float | None, Any] = (None, fn(rank, *args))
         payload = pickle.dumps(outcome)
-        if n > 1:
-            dist.barrier()
     except BaseException as error:
         code = 1
         error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
