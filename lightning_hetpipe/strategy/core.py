@@ -11,6 +11,8 @@ teardown         whole weights again, on every rank
 import logging
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.util import Finalize
@@ -40,8 +42,10 @@ from lightning_hetpipe.strategy.options import (
 from lightning_hetpipe.strategy.pipeline import Pipeline
 from lightning_hetpipe.strategy.pipelined import find_pipelined
 from lightning_hetpipe.strategy.prepare import Run, prepare
+from lightning_hetpipe.strategy.precision import check_optimizers
 from lightning_hetpipe.strategy.refusals import refuse_callbacks, refuse_module, refuse_optimizers
 from lightning_hetpipe.strategy.saving import Saving
+from lightning_hetpipe.strategy.shadows import Shadows, adapt
 from lightning_hetpipe.timeline import Timeline
 
 log = logging.getLogger(__name__)
@@ -130,6 +134,7 @@ class PipelineStrategy(Saving):
         self._group: Any = None
         self._exchange: Exchange | None = None
         self._pipeline: Pipeline | None = None
+        self._shadows = Shadows()
         self._plan: Plan | None = self.options.plan
         self._timeline: Timeline | None = None
 
@@ -234,7 +239,7 @@ class PipelineStrategy(Saving):
         module.trainer._accelerator_connector.use_distributed_sampler = False
         if self._engine is None:
             self._engine = self._join()
-            Finalize(self._engine, Engine.close, (self._engine,), exitpriority=0)
+            Finalize(None, self._engine.close, exitpriority=0)
         self._exchange = Exchange(self._engine.control)
 
     def _join(self) -> Engine:
@@ -263,6 +268,7 @@ class PipelineStrategy(Saving):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._reset_optimizers_and_schedulers()
+        adapt(self._shadows, trainer, self.exchange.leads)
         if trainer.state.fn == "fit":
             capture = capture_from_loader(trainer, self)
             if capture is not None:
@@ -273,10 +279,17 @@ class PipelineStrategy(Saving):
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
         refuse_optimizers(self.optimizers)
+        check_optimizers(self.precision_plugin, self.optimizers)
 
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Models are built on the CPU; each rank's device gets its own stage only."""
+        with torch.device("cpu"), self.precision_plugin.tensor_init_context():
+            yield
 
     def _prepare(self, capture: Capture) -> Pipeline:
         assert self._engine is not None and self.lightning_module is not None
@@ -296,12 +309,17 @@ class PipelineStrategy(Saving):
         return self._pipeline
 
     def teardown(self) -> None:
-        trainer = getattr(self.lightning_module, "_trainer", None)
         if self._pipeline is not None:
-            interrupted = trainer is None or trainer.state.status == "interrupted"
-            self._pipeline.close(whole=not interrupted)
+            self._pipeline.close(whole=not self._interrupted)
             self._pipeline = None
+        self._shadows.lift()
         super().teardown()
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether the run ends by an exception, so that other ranks may not answer any more."""
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is None or trainer.state.status == "interrupted"
 
     def on_exception(self, exception: BaseException) -> None:
         if self._engine is not None:

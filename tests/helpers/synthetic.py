@@ -47,7 +47,9 @@ def make_cluster(
     """One device per speed, named d0, d1, ...; equal speeds (and memories) are of one kind."""
     limits = memory_bytes or [None] * len(speeds)
     devices = tuple(
-        Device(f"d{i}", model=f"speed {speed:g}", memory_bytes=limit, emulation=Emulation(min(speed, 1.0), limit))
+        Device(
+            f"d{i}", model=f"speed {speed:g}", memory_bytes=limit, emulation=Emulation(min(speed, 1.0), limit)
+        )
         for i, (speed, limit) in enumerate(zip(speeds, limits))
     )
     return Cluster(name, devices, (Link(latency_s, bandwidth_bytes_per_s),))

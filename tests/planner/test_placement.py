@@ -13,7 +13,9 @@ from lightning_hetpipe.planner.placement import Budget, place
 def best_by_hand(chain: Chain) -> float:
     """All orders x cuts x subsets, and every period at which each fits."""
     n = chain.n_layers
-    devices = [choice for choice, count in enumerate(chain.available[: chain.n_choices]) for _ in range(count)]
+    devices = [
+        choice for choice, count in enumerate(chain.available[: chain.n_choices]) for _ in range(count)
+    ]
     periods = sorted(
         {chain.run_s(c, i, j) for c in range(chain.n_choices) for i in range(n) for j in range(i + 1, n + 1)}
         | set(chain.occupied_s[:, :, 1:-1].ravel().tolist())
