@@ -8,6 +8,7 @@ training_step    the whole schedule; the loss it returns installs the gradients
 teardown         whole weights again, on every rank
 """
 
+import itertools
 import logging
 import os
 import pickle
@@ -49,6 +50,8 @@ from lightning_hetpipe.strategy.shadows import Shadows, adapt
 from lightning_hetpipe.timeline import Timeline
 
 log = logging.getLogger(__name__)
+
+_JOINED = itertools.count()  # strategies of this process that joined a world; equal on all ranks
 
 
 class PipelineStrategy(Saving):
@@ -248,7 +251,9 @@ class PipelineStrategy(Saving):
             import_module("lightning.fabric.utilities.distributed")._init_dist_connection(
                 self.cluster_environment, "gloo", timeout=timedelta(seconds=timeout_s)
             )
-            store = dist.distributed_c10d._get_default_store()
+            # Under a name of its own: a script may train with one Trainer after the other.
+            name = f"strategy{next(_JOINED)}"
+            store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return Engine(
