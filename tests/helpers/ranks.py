@@ -95,6 +95,9 @@ def _child(
             )
         outcome: tuple[float | None, Any] = (None, fn(rank, *args))
         payload = pickle.dumps(outcome)
+        if n > 1:
+            with contextlib.suppress(RuntimeError):  # some other rank failed, and tells itself
+                dist.barrier()  # nobody leaves while another still hears from it
     except BaseException as error:
         code = 1
         error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")

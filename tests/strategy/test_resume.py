@@ -51,9 +51,9 @@ class Model(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)]
 
 
-def data(shuffle: bool = False) -> DataLoader[Any]:
+def data(shuffle: bool = False, dtype: torch.dtype = torch.float64) -> DataLoader[Any]:
     torch.manual_seed(5)
-    dataset = TensorDataset(torch.randn(28, 5).double(), torch.randint(0, 3, (28,)))
+    dataset = TensorDataset(torch.randn(28, 5).to(dtype), torch.randint(0, 3, (28,)))
     return DataLoader(dataset, BATCH, shuffle=shuffle)
 
 
@@ -95,8 +95,7 @@ def trainer(n: int, folder: Path, epochs: int, callbacks: tuple[Any, ...] = (), 
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        gradient_clip_val=0.3,
-        **options,
+        **({"gradient_clip_val": 0.3} | options),
     )
 
 
