@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
@@ -44,6 +45,8 @@ def _adagrad(rank: int, n: int, folder: Path) -> dict[str, Tensor]:
     run = trainer(n, folder / str(n), 1, environment=Forked(rank, n)) if n else trainer(0, folder / "0", 1)
     run.fit(model, data(), data())
     run.save_checkpoint(folder / f"{n}.ckpt")
+    if n:
+        dist.barrier()
     return dict(model.state_dict())
 
 
