@@ -8,6 +8,7 @@ training_step    the whole schedule; the loss it returns installs the gradients
 teardown         whole weights again, on every rank
 """
 
+import itertools
 import logging
 import os
 import pickle
@@ -44,15 +45,16 @@ from lightning_hetpipe.strategy.pipelined import find_pipelined
 from lightning_hetpipe.strategy.precision import check_optimizers
 from lightning_hetpipe.strategy.prepare import Run, prepare
 from lightning_hetpipe.strategy.refusals import refuse_callbacks, refuse_module, refuse_optimizers
-from lightning_hetpipe.strategy.saving import Saving
 from lightning_hetpipe.strategy.shadows import Shadows, adapt
 from lightning_hetpipe.strategy.together import Together
 from lightning_hetpipe.timeline import Timeline
 
 log = logging.getLogger(__name__)
 
+_JOINED = itertools.count()  # strategies of this process that joined a world; equal on all ranks
 
-class PipelineStrategy(Together, Saving):
+
+class PipelineStrategy(Together):
     """All of `HetPipeStrategy` but the Lightning namespace, which a subclass adds.
 
     Args:
@@ -250,7 +252,9 @@ class PipelineStrategy(Together, Saving):
             import_module("lightning.fabric.utilities.distributed")._init_dist_connection(
                 self.cluster_environment, "gloo", timeout=timedelta(seconds=timeout_s)
             )
-            store = dist.distributed_c10d._get_default_store()
+            # Under a name of its own: a script may train with one Trainer after the other.
+            name = f"strategy{next(_JOINED)}"
+            store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return Engine(
@@ -315,16 +319,10 @@ class PipelineStrategy(Together, Saving):
 
     def teardown(self) -> None:
         if self._pipeline is not None:
-            self._pipeline.close(whole=not self._interrupted)
+            self._pipeline.close(whole=not self._is_interrupted())
             self._pipeline = None
         self._shadows.lift()
         super().teardown()
-
-    @property
-    def _interrupted(self) -> bool:
-        """Whether the run ends by an exception, so that other ranks may not answer any more."""
-        trainer = getattr(self.lightning_module, "_trainer", None)
-        return trainer is None or trainer.state.status == "interrupted"
 
     def on_exception(self, exception: BaseException) -> None:
         if self._engine is not None:

@@ -1,18 +1,14 @@
 """The strategy's collectives: what Lightning and user code ask of all ranks at once."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from lightning_hetpipe.strategy.exchange import Exchange
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Strategy
-else:
-    _Strategy = object
+from lightning_hetpipe.strategy.saving import Saving
 
 
-class Together(_Strategy):
+class Together(Saving):
     """Asks all ranks; while rank 0 runs user code alone, it asks itself, as a single device would.
 
     Combined with the ParallelStrategy of one Lightning namespace.
@@ -29,16 +25,12 @@ class Together(_Strategy):
     def _alone(self) -> bool:
         return self.world_size == 1 or self._runs_user_code_alone()
 
-    def _runs_user_code_alone(self) -> bool:
-        """Whether the other ranks wait while this one runs user code."""
-        return False
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The tensor itself: all ranks of the one replica hold the same value."""
         return tensor
 
     def barrier(self, name: str | None = None) -> None:
-        if not self._alone and self._exchange is not None:
+        if not self._alone and self._exchange is not None and not self._is_interrupted():
             self._exchange.gather(None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
