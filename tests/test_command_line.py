@@ -1,19 +1,38 @@
-import subprocess
 import sys
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from lightning_hetpipe.__main__ import main
 
 
-def hetpipe(*words, cwd):
-    command = [sys.executable, "-m", "lightning_hetpipe", *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
+@pytest.fixture
+def hetpipe(tmp_path, monkeypatch, capsys):
+    """Runs one command in an empty folder; returns its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["hetpipe", *words])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code
+            if isinstance(code, str):
+                print(code, file=sys.stderr)
+        finally:
+            GlobalHydra.instance().clear()
+        return code, *capsys.readouterr()
+
+    return run
 
 
-def test_help_lists_commands_models_and_clusters_and_leaves_no_files(tmp_path):
-    done = hetpipe("--help", cwd=tmp_path)
-    assert done.returncode == 0
+def test_help_lists_commands_models_and_clusters_and_leaves_no_files(hetpipe, tmp_path):
+    code, shown, _ = hetpipe("--help")
+    assert not code
     for word in ("profile", "compare", "resnet18", "lab4", "hetpipe16", "micro_batch: auto"):
-        assert word in done.stdout
+        assert word in shown
     assert list(tmp_path.iterdir()) == []
 
 
@@ -32,8 +51,8 @@ def test_help_lists_commands_models_and_clusters_and_leaves_no_files(tmp_path):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_a_wrong_request_ends_with_one_clear_message_and_no_traceback(tmp_path, words, message):
-    done = hetpipe(*words, cwd=tmp_path)
-    assert done.returncode != 0
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_wrong_request_ends_with_one_clear_message_and_no_traceback(hetpipe, words, message):
+    code, _, errors = hetpipe(*words)
+    assert code
+    assert message in errors
+    assert "Traceback" not in errors
