@@ -22,7 +22,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_hetpipe.callbacks import PipelineStatsMonitor
     from lightning_hetpipe.cluster import Cluster, Device, Emulation, Link
+    from lightning_hetpipe.engine.survey import profile
     from lightning_hetpipe.errors import HetPipeError
     from lightning_hetpipe.plans import Plan
     from lightning_hetpipe.profiles import Profile
@@ -37,9 +39,11 @@ _HOME = {
     "Emulation": "cluster",
     "Link": "cluster",
     "HetPipeError": "errors",
+    "PipelineStatsMonitor": "callbacks",
     "Plan": "plans",
     "Profile": "profiles",
     "Timeline": "timeline",
+    "profile": "engine.survey",
 }
 
 __all__ = [
@@ -48,9 +52,11 @@ __all__ = [
     "Emulation",
     "HetPipeError",
     "Link",
+    "PipelineStatsMonitor",
     "Plan",
     "Profile",
     "Timeline",
+    "profile",
 ]
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 import lightning_hetpipe as hp
 from lightning_hetpipe.cluster import Cluster
-from lightning_hetpipe.errors import HetPipeError, ProfileError
+from lightning_hetpipe.errors import HetPipeError
 from lightning_hetpipe.plans import Alternative, Plan
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.report import comparison_table, measured_table, plan_table, profile_table
@@ -135,16 +135,12 @@ def _profile(config: DictConfig, cluster: Cluster) -> Profile:
     """From a file, from published figures, or measured here."""
     if config.profile not in ("auto", "analytic"):
         return Profile.load(config.profile)
-    unlike = [device.name for device in cluster.devices if device.emulation is None]
-    if config.profile == "auto" and unlike and cluster.devices[0].flops_per_s is not None:
-        raise ProfileError(
-            f"profile=auto measures on this machine, which does not have {unlike[0]} and others of "
-            f"{cluster.name}: say profile=analytic, or give a profile measured there (profile=FILE)"
-        )
     import torch
 
     example = tuple(torch.randn(int(config.batch_size), *shape) for shape in _shapes(config))
-    return hp.profile(_module(config), example, cluster, origin=config.profile)
+    origin = "analytic" if config.profile == "analytic" else "measured"
+    profile: Profile = hp.profile(_module(config), example, cluster, origin=origin)
+    return profile
 
 
 def _plan(config: DictConfig) -> tuple[Plan, Profile]:
