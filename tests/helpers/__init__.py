@@ -1,1 +1,1 @@
-"""Things that tests of several rooms share."""
+"""Helpers shared by the tests of several rooms."""
