@@ -23,7 +23,7 @@ FORMAT = 1
 Split = Literal["none", "channel", "batch"]
 SCHEDULES = ("gpipe", "1f1b")
 COLUMNS = (
-    "stage", "layers", "number", "device", "share", "split", "in flight",
+    "stage", "layers", "n", "device", "share", "split", "in flight",
     "forward", "backward", "busy", "memory", "enters",
 )  # fmt: skip
 

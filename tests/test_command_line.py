@@ -63,7 +63,8 @@ def test_a_wrong_request_ends_with_one_clear_message_and_no_traceback(hetpipe, w
 @pytest.fixture
 def profile(hetpipe, tmp_path):
     """A profile of VGG-11 on three GPUs, from their data sheets."""
-    code, _, errors = hetpipe("profile", "model=vgg11", "cluster=mixed3", "profile=analytic", "out=profile.json")
+    words = ("model=vgg11", "cluster=mixed3", "profile=analytic", "out=profile.json")
+    code, _, errors = hetpipe("profile", *words)
     assert code == 0, errors
     return tmp_path / "profile.json"
 
