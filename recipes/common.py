@@ -5,6 +5,7 @@ from pathlib import Path
 
 import hydra
 import lightning as L
+import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -25,8 +26,10 @@ class ShowPlan(L.Callback):
 def train(config: DictConfig, module: L.LightningModule) -> dict[str, float]:
     """Trains ``module`` on ``config.cluster`` and returns the run's main numbers.
 
-    The run directory receives ``result.json``, ``plan.json``, ``timeline.json`` and ``gantt.png``.
+    The run directory receives ``result.json``, ``timeline.json`` and ``gantt.png``, next to the
+    ``plan.json`` and ``profile.json`` of the strategy.
     """
+    torch.set_num_threads(1)  # every emulated device has one; and no thread pool may exist before a fork
     L.seed_everything(config.seed, verbose=False)
     cluster = hp.Cluster.from_mapping(OmegaConf.to_container(config.cluster, resolve=True))
     run_dir = Path(HydraConfig.get().runtime.output_dir)
@@ -40,6 +43,7 @@ def train(config: DictConfig, module: L.LightningModule) -> dict[str, float]:
         max_epochs=config.max_epochs,
         callbacks=[ShowPlan(), hp.PipelineStatsMonitor()],
         enable_progress_bar=config.progress_bar,
+        default_root_dir=run_dir,
         enable_checkpointing=False,
         enable_model_summary=False,
         logger=False,
@@ -51,7 +55,7 @@ def train(config: DictConfig, module: L.LightningModule) -> dict[str, float]:
 def keep(trainer: L.Trainer, run_dir: Path) -> dict[str, float]:
     """Prints predicted beside measured, writes the run's files, and returns its main numbers."""
     plan, measured = trainer.strategy.plan, trainer.strategy.timeline
-    predicted = hp.simulate(plan, trainer.strategy.profile)
+    predicted = hp.simulate(plan, hp.Profile.load(run_dir / "profile.json"))
     Console().print(measured_table(plan, predicted, measured))
     figures = {
         "val_acc": float(trainer.callback_metrics["val_acc"]),
@@ -60,8 +64,6 @@ def keep(trainer: L.Trainer, run_dir: Path) -> dict[str, float]:
         "step_s_predicted": plan.prediction.step_s,
         "images_per_s_bound": plan.prediction.images_per_s_bound,
     }
-    run_dir.mkdir(parents=True, exist_ok=True)
-    plan.save(run_dir / "plan.json")
     (run_dir / "timeline.json").write_text(json.dumps(chrome_trace([predicted, measured])), encoding="utf-8")
     save_gantt([predicted, measured], run_dir / "gantt.png", [d.name for d in plan.cluster.devices])
     result = {
