@@ -21,6 +21,8 @@ Vocabulary, one word per thing:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_hetpipe.strategy.registry import register
+
 if TYPE_CHECKING:
     from lightning_hetpipe.callbacks import PipelineStatsMonitor
     from lightning_hetpipe.cluster import Cluster, Device, Emulation, Link
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_hetpipe.errors import HetPipeError
     from lightning_hetpipe.plans import Plan
     from lightning_hetpipe.profiles import Profile
+    from lightning_hetpipe.strategy.hetpipe import HetPipeStrategy
     from lightning_hetpipe.timeline import Timeline
 
 __version__ = "0.1.0"
@@ -39,6 +42,7 @@ _HOME = {
     "Emulation": "cluster",
     "Link": "cluster",
     "HetPipeError": "errors",
+    "HetPipeStrategy": "strategy.hetpipe",
     "PipelineStatsMonitor": "callbacks",
     "Plan": "plans",
     "Profile": "profiles",
@@ -51,6 +55,7 @@ __all__ = [
     "Device",
     "Emulation",
     "HetPipeError",
+    "HetPipeStrategy",
     "Link",
     "PipelineStatsMonitor",
     "Plan",
@@ -64,3 +69,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+register()

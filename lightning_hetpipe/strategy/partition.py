@@ -11,6 +11,7 @@ counts and state-dict keys are those of the whole model. Tensors travel one by o
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torchmetrics import Metric
 
 from lightning_hetpipe.errors import PlanError, UnsupportedError
@@ -63,10 +64,10 @@ class OwnerMap:
                 ranks_of_name.setdefault(prefix + name, []).extend(ranks)
         owners: dict[str, tuple[int, ...]] = {}
         for slot in slots(module):
-            ranks = [rank for name in slot.names for rank in ranks_of_name.get(name, ())]
-            if not ranks or not all(name.startswith(prefix) for name in slot.names):
-                ranks.append(0)
-            owners |= dict.fromkeys(slot.names, tuple(dict.fromkeys(ranks)))
+            using = [rank for name in slot.names for rank in ranks_of_name.get(name, ())]
+            if not using or not all(name.startswith(prefix) for name in slot.names):
+                using.append(0)
+            owners |= dict.fromkeys(slot.names, tuple(dict.fromkeys(using)))
         return cls(owners)
 
 
@@ -90,10 +91,10 @@ def slots(module: nn.Module) -> list[Slot]:
         for key, tensor in (*child._parameters.items(), *child._buffers.items()):
             if tensor is None:
                 continue
-            if isinstance(tensor, UninitializedTensorMixin):
+            if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
                 raise UnsupportedError(
-                    f"{prefix}{key} is a lazy parameter that has no shape yet: run one batch through the model "
-                    "before it is given to the Trainer"
+                    f"{prefix}{key} is a lazy parameter that has no shape yet: run one batch through the "
+                    "model before it is given to the Trainer"
                 )
             slot = found.setdefault(id(tensor), Slot(tensor, [], []))
             slot.names.append(prefix + key)
@@ -136,9 +137,9 @@ def partition(
     held = _held_by_rank(found, group)
     for slot, holds in zip(found, held, strict=True):
         targets = owners.of(slot.names[0])
-        source = _source(slot, holds, targets)
         if max(targets) >= len(holds):
             raise PlanError(f"{slot.names[0]} belongs to ranks {targets}, but there are {len(holds)} ranks")
+        source = _source(slot, holds, targets)
         moves = [target for target in targets if target != source and (holds[0] or not holds[target])]
         value = _move(slot.tensor, source, moves, rank, group)
         if rank not in targets:
@@ -193,17 +194,20 @@ def copies_of(module: nn.Module, holders: Iterable[object]) -> Iterator[nn.Modul
                     yield part
 
 
-def counted_parameters(module: nn.Module, owners: OwnerMap, rank: int) -> set[nn.Parameter]:
-    """The parameters whose canonical owner is this rank: each parameter is counted by one rank only."""
+def borrowed_parameters(module: nn.Module, owners: OwnerMap, rank: int) -> set[nn.Parameter]:
+    """Parameters that this rank holds but that their canonical owner, another rank, counts in norms."""
     return {
         slot.tensor
         for slot in slots(module)
-        if isinstance(slot.tensor, nn.Parameter) and owners.of(slot.names[0])[0] == rank
+        if isinstance(slot.tensor, nn.Parameter)
+        and not slot.tensor.is_meta
+        and owners.of(slot.names[0])[0] != rank
     }
 
 
-def _apply_to_held(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``nn.Module._apply`` (behind ``.to``, ``.cpu``, ``.float``) that passes over the placeholders."""
+@contextmanager
+def only_held(module: nn.Module) -> Iterator[None]:
+    """Hides the placeholders from everything that walks the module's parameters and buffers."""
     hidden = [
         (store, key, tensor)
         for child in module.modules()
@@ -214,10 +218,17 @@ def _apply_to_held(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: b
     for store, key, _ in hidden:
         store[key] = None
     try:
-        return type(module)._apply(module, fn, recurse)
+        yield
     finally:
         for store, key, tensor in hidden:
             store[key] = tensor  # type: ignore[assignment]
+
+
+def _apply_to_held(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """``nn.Module._apply`` (behind ``.to``, ``.cpu``, ``.float``) that passes over the placeholders."""
+    with only_held(module):
+        type(module)._apply(module, fn, recurse)  # type: ignore[no-untyped-call]
+    return module
 
 
 def _held_by_rank(found: list[Slot], group: Group) -> list[list[bool]]:
@@ -254,7 +265,8 @@ def _all_gather(own: Tensor, group: Group) -> list[Tensor]:
 def _source(slot: Slot, holds: list[bool], preferred: Iterable[int]) -> int:
     if True not in holds:
         raise PlanError(
-            f"{slot.names[0]} is on the meta device on every rank: give it values in `configure_model` or earlier"
+            f"{slot.names[0]} is on the meta device on every rank: give it values in `configure_model` or "
+            "earlier"
         )
     return next((rank for rank in (0, *preferred) if holds[rank]), holds.index(True))
 

@@ -9,8 +9,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_hetpipe.errors import PlanError, UnsupportedError
 from lightning_hetpipe.strategy.partition import (
     OwnerMap,
+    borrowed_parameters,
     copies_of,
-    counted_parameters,
     gather,
     partition,
     slots,
@@ -119,10 +119,9 @@ def _gather_to_rank_0(rank: int) -> int:
     partition(model, owners, rank, dist.group.WORLD)
     model.net.norm.bias.requires_grad_(False)
     with torch.no_grad():
-        for parameter in counted_parameters(model, owners, rank):
+        for parameter in {each for each in model.parameters() if not each.is_meta}:
             parameter.fill_(rank)
-        if rank == 0:
-            model.net.embed.weight.fill_(-1)  # not the canonical owner
+    assert borrowed_parameters(model, owners, rank) == ({model.net.embed.weight} if rank == 0 else set())
     gather(model, owners, rank, dist.group.WORLD, to="rank0")
     model.cpu()
     if rank == 0:
@@ -130,6 +129,8 @@ def _gather_to_rank_0(rank: int) -> int:
         assert not model.net.norm.bias.requires_grad
         assert model.net.norm.bias.unique().tolist() == [2]
         assert model.temperature == 0
+    if rank == 1:
+        assert model.net.embed.weight.unique().tolist() == [1]
     return sum(slot.tensor.is_meta for slot in slots(model))
 
 
