@@ -101,7 +101,7 @@ def _measure_one(
     threads = torch.get_num_threads()
     torch.set_num_threads(device.threads)
     try:
-        return measure_device(traced, inputs, sizes, device.name, stretch=Emulator(device).section)
+        return measure_device(traced, inputs, sizes, device.name, section=Emulator(device).section)
     finally:
         torch.set_num_threads(threads)
 
