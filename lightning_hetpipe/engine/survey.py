@@ -10,6 +10,7 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from typing import Any, Literal
 
 import torch
@@ -96,7 +97,7 @@ def _measure(
     measured: dict[object, DeviceProfile] = {}
     for kind in {device.kind: None for device in cluster.devices}:
         there = module if kind == "cpu" else copy.deepcopy(module).to(kind)
-        placed = pytree.tree_map_only(Tensor, lambda tensor, kind=kind: tensor.to(kind), args)
+        placed = pytree.tree_map_only(Tensor, methodcaller("to", kind), args)
         traced = trace(there, placed, {}, blocks)
         inputs = traced.bind(placed, {})
         for device in cluster.devices:

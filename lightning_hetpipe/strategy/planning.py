@@ -8,6 +8,7 @@ import torch
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.session import Engine
+from lightning_hetpipe.engine.survey import tabulated_sizes
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import DeviceProfile, Profile
 from lightning_hetpipe.strategy.capture import Captured
@@ -73,17 +74,16 @@ def _measure(
     sizes = _sizes(captured.batch_size, micro_batch)
 
     def work() -> DeviceProfile:
-        return measure_device(traced, inputs, sizes, device.name, stretch=emulator.section)
+        return measure_device(traced, inputs, sizes, device.name, section=emulator.section)
 
     return Profile(traced.graph, tuple(exchange.agree(work)), environment={"torch": torch.__version__})
 
 
 def _sizes(batch_size: int, micro_batch: int | None) -> tuple[int, ...]:
-    """Micro-batch sizes worth measuring: powers of two up to the batch, or around the one that is asked for."""
+    """Micro-batch sizes worth measuring: the one that is asked for, or a range up to the batch."""
     if micro_batch is not None:
         return (min(micro_batch, batch_size),)
-    sizes = [2**k for k in range(batch_size.bit_length()) if 2**k <= batch_size]
-    return tuple(sizes[-5:])
+    return tabulated_sizes(batch_size)
 
 
 def _make(options: Options, profile: Profile, cluster: Cluster, batch_size: int) -> Plan:
