@@ -23,7 +23,7 @@ from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import HetPipeError
 from lightning_hetpipe.plans import Alternative, Plan
 from lightning_hetpipe.profiles import Profile
-from lightning_hetpipe.report import comparison_table, measured_table, plan_table, profile_table
+from lightning_hetpipe.report import comparison_table, measured_table, plan_table, profile_table, show
 from lightning_hetpipe.shipped import conf_dir
 
 Figures = dict[str, float]
@@ -174,9 +174,7 @@ def _show(config: DictConfig, as_json: str, as_text: Callable[[], list[Any]]) ->
     if config.format == "json":
         print(as_json)
         return
-    console = Console()
-    for part in as_text():
-        console.print(part, highlight=False, markup=False)
+    show(*as_text())
 
 
 def _one_line(text: str) -> str:

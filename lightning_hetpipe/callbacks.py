@@ -13,11 +13,11 @@ from lightning_hetpipe.timeline import Timeline
 
 
 class PipelineStatsMonitor(Callback):
-    """Logs ``hetpipe/...`` at the end of every training epoch.
+    """Logs ``hetpipe/...`` at every training step.
 
-    ``step_s`` is the median of the epoch's steps, optimizer included; ``images_per_s`` and
+    ``step_s`` is the median of the epoch's steps so far, optimizer included; ``images_per_s`` and
     ``predicted_step_s`` stand beside it. Each stage has ``stage<i>/busy`` (fraction of the step that its
-    devices compute) and ``stage<i>/peak_memory_bytes``.
+    devices compute) and ``stage<i>/peak_memory_bytes``, from the last step of the epoch before.
 
     Args:
         tolerance: Warns once when measured and predicted step time differ by more than this fraction.
@@ -44,18 +44,20 @@ class PipelineStatsMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._steps_s.append(time.monotonic() - self._begin_s)
+        plan: Plan | None = getattr(trainer.strategy, "plan", None)
+        if plan is None:
+            return
+        step_s = statistics.median(self._steps_s)
+        figures = _figures(plan, getattr(trainer.strategy, "timeline", None), step_s)
+        pl_module.log_dict(figures, on_step=True, on_epoch=False, rank_zero_only=True)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         plan: Plan | None = getattr(trainer.strategy, "plan", None)
-        if plan is None or not self._steps_s:
+        if plan is None or plan.prediction is None or not self._steps_s or self._warned:
             return
-        step_s = statistics.median(self._steps_s)
-        figures = _figures(plan, getattr(trainer.strategy, "timeline", None), step_s)
-        pl_module.log_dict(figures, rank_zero_only=True)
-        predicted_s = figures.get("hetpipe/predicted_step_s", 0.0)
-        if trainer.is_global_zero and predicted_s and not self._warned:
-            self._warn_about(step_s, predicted_s)
+        if trainer.is_global_zero:
+            self._warn_about(statistics.median(self._steps_s), plan.prediction.step_s)
 
     def _warn_about(self, step_s: float, predicted_s: float) -> None:
         difference = step_s / predicted_s - 1

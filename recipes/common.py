@@ -8,10 +8,9 @@ import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
 import lightning_hetpipe as hp
-from lightning_hetpipe.report import measured_table, plan_table, save_gantt
+from lightning_hetpipe.report import measured_table, plan_table, save_gantt, show
 from lightning_hetpipe.timeline import chrome_trace
 
 
@@ -20,7 +19,7 @@ class ShowPlan(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
-            Console().print(plan_table(trainer.strategy.plan))
+            show(plan_table(trainer.strategy.plan))
 
 
 def train(config: DictConfig, module: L.LightningModule) -> dict[str, float]:
@@ -56,7 +55,7 @@ def keep(trainer: L.Trainer, run_dir: Path) -> dict[str, float]:
     """Prints predicted beside measured, writes the run's files, and returns its main numbers."""
     plan, measured = trainer.strategy.plan, trainer.strategy.timeline
     predicted = hp.simulate(plan, hp.Profile.load(run_dir / "profile.json"))
-    Console().print(measured_table(plan, predicted, measured))
+    show(measured_table(plan, predicted, measured))
     figures = {
         "val_acc": float(trainer.callback_metrics["val_acc"]),
         "images_per_s": float(trainer.callback_metrics["hetpipe/images_per_s"]),
@@ -72,5 +71,5 @@ def keep(trainer: L.Trainer, run_dir: Path) -> dict[str, float]:
         "peak_memory_bytes": list(measured.peak_memory_bytes),
     }
     (run_dir / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    Console().print(f"validation accuracy {figures['val_acc']:.3f}; the run is in {run_dir}")
+    show(f"validation accuracy {figures['val_acc']:.3f}; the run is in {run_dir}")
     return figures

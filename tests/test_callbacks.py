@@ -26,7 +26,9 @@ class Module:
     def __init__(self):
         self.logged = {}
 
-    def log_dict(self, figures, rank_zero_only):
+    def log_dict(self, figures, *, on_step, on_epoch, rank_zero_only):
+        assert on_step
+        assert not on_epoch
         assert rank_zero_only
         self.logged |= figures
 

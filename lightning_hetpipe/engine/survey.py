@@ -75,14 +75,15 @@ def profile(
 
 
 def tabulated_sizes(batch_size: int) -> tuple[int, ...]:
-    """Micro-batch sizes worth measuring: the five largest powers of two up to the batch.
+    """Micro-batch sizes to measure: the whole batch, halved four times.
 
     Never 1 beside others: BatchNorm refuses a single value per channel.
 
     >>> tabulated_sizes(64), tabulated_sizes(9), tabulated_sizes(1)
-    ((4, 8, 16, 32, 64), (2, 4, 8), (1,))
+    ((4, 8, 16, 32, 64), (2, 4, 9), (1,))
     """
-    return tuple(2**k for k in range(1, batch_size.bit_length()))[-5:] or (1,)
+    halved = {batch_size >> k for k in range(5)}
+    return tuple(sorted(size for size in halved if size >= min(2, batch_size)))
 
 
 def _measure(
