@@ -143,11 +143,10 @@ def _profile(config: DictConfig, cluster: Cluster) -> Profile:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("measuring")
 
-        def show(device: str, done: int, total: int) -> None:
+        def advance(device: str, done: int, total: int) -> None:
             bar.update(task, description=f"measuring {device}", completed=done, total=total)
 
-        profile = hp.profile(_module(config), example, cluster, origin=origin, progress=show)
-    return profile
+        return hp.profile(_module(config), example, cluster, origin=origin, progress=advance)
 
 
 def _plan(config: DictConfig) -> tuple[Plan, Profile]:

@@ -17,7 +17,7 @@ class PipelineStatsMonitor(Callback):
 
     ``step_s`` is the median of the epoch's steps so far, optimizer included; ``images_per_s`` and
     ``predicted_step_s`` stand beside it. Each stage has ``stage<i>/busy`` (fraction of the step that its
-    devices compute) and ``stage<i>/peak_memory_bytes``, from the last step of the epoch before.
+    devices compute) and ``stage<i>/peak_memory_bytes``, as of the latest epoch's last step.
 
     Args:
         tolerance: Warns once when measured and predicted step time differ by more than this fraction.

@@ -12,7 +12,6 @@ from lightning_hetpipe.text import format_seconds
 from lightning_hetpipe.timeline import Timeline
 from lightning_hetpipe.units import format_bytes
 
-
 _WIDTH = 140  # of what does not go to a terminal
 
 

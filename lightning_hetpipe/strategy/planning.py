@@ -5,6 +5,7 @@ import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,7 +85,8 @@ def _profile(
     sizes = tabulated_sizes(captured.batch_size)
 
     def measure() -> Profile:
-        devices = exchange.agree(lambda: _measure(engine, exchange, traced, captured, context, cluster, sizes))
+        work = partial(_measure, engine, exchange, traced, captured, context, cluster, sizes)
+        devices = exchange.agree(work)
         return Profile(traced.graph, tuple(devices), environment=_environment())
 
     if not exchange.leads:
