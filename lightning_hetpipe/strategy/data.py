@@ -47,7 +47,7 @@ class AbsentLoader:
                 yield AbsentBatch(1)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") or name == "batch_sampler":  # nothing is sampled here
             raise AttributeError(name)
         return getattr(self.__dict__["_loader"], name)
 

@@ -251,7 +251,7 @@ class Traced:
         for name, spec in example.items():
             batched = spec.shape[:1] == (n_samples,)
             specs[f"input {name}"] = f"{spec.dtype} {list(spec.shape[1:] if batched else spec.shape)}"
-        text = fingerprint_text(self._nodes, self._groups, specs)
+        text = fingerprint_text(self._root, self._groups, specs)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -15,12 +15,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from lightning_hetpipe.errors import GraphError
 from lightning_hetpipe.tracing.binding import Binding
-from lightning_hetpipe.tracing.fake import Root, State, TrainingFlag, attribute, evaluate, undisturbed
+from lightning_hetpipe.tracing.fake import (
+    Root,
+    State,
+    TrainingFlag,
+    arguments,
+    attribute,
+    evaluate,
+    keeps_shape,
+    undisturbed,
+)
 from lightning_hetpipe.tracing.spec import TensorSpec
 
 # torch's own modules that are followed, so that their attention and their MLP become layers.
@@ -74,7 +84,11 @@ def follow(
     """
     specs = {name: TensorSpec.of(tensor) for name, tensor in inputs.items()}
     device = next(iter(inputs.values())).device
-    tracer = _Tracer(state, binding, specs, device, leaves)
+    real_state = {
+        **dict(root.named_parameters(remove_duplicate=False)),
+        **dict(root.named_buffers(remove_duplicate=False)),
+    }
+    tracer = _Tracer(state, binding, specs, device, leaves, real_state)
     with undisturbed(), ExitStack() as stack:
         stack.enter_context(_attributes_kept(root.module, tracer))
         stack.enter_context(_training_flags(root, tracer, training))
@@ -96,7 +110,10 @@ class _Proxy(fx.Proxy):
     tracer: "_Tracer"
 
     def __getattr__(self, name: str) -> Any:
-        return _Attribute(self, name)
+        attribute = _Attribute(self, name)
+        if not callable(getattr(self.node.meta["value"], name, None)):
+            _ = attribute.node  # read now: it may be another value later, and a size is cheaper to keep
+        return attribute
 
     def __len__(self) -> int:
         return int(self.tracer.decide(self.tracer.create_proxy("call_function", len, (self,), {})))
@@ -180,11 +197,12 @@ class _CustomFunction:
 class _Tracer(fx.Tracer):
     def __init__(
         self, state: State, binding: Binding, inputs: Mapping[str, TensorSpec], device: torch.device,
-        leaves: Collection[nn.Module],
+        leaves: Collection[nn.Module], real_state: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
         super().__init__()
         self.proxy_buffer_attributes = True
         self.state = state
+        self.real_state = real_state
         self.binding = binding
         self.inputs = inputs
         self.device = device
@@ -273,8 +291,32 @@ class _Tracer(fx.Tracer):
                 node.meta["value"] = attribute(self.root, str(node.target))
             return
         env = _Values()
-        with self._quiet(), self.state.mode:
-            node.meta["value"] = evaluate(self.root, node, env)
+        with self._quiet():
+            try:
+                with self.state.mode:
+                    node.meta["value"] = evaluate(self.root, node, env)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                if node.op != "call_module":
+                    raise
+                self._check_keeps_shape(node, *arguments(node, env), error)
+                with self.state.mode:
+                    node.meta["value"] = evaluate(self.root, node, env)
+
+    def _check_keeps_shape(self, node: fx.Node, args: Any, kwargs: Any, error: Exception) -> None:
+        prefix = f"{node.target}."
+        state = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in self.real_state.items()
+            if name.startswith(prefix)
+        }
+        module = self.root.get_submodule(str(node.target))
+        if not keeps_shape(module, state, args, kwargs):
+            raise GraphError(
+                f"{node.meta['name']} ({node.meta['where']}) looks at its data ({error}), so its output is "
+                "known only if it is one tensor of its input's shape and dtype, which it is not: keep a larger "
+                "module whole, or write it without looking"
+            )
+        node.meta["keeps_shape"] = True
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -391,6 +433,9 @@ def _patched(tracer: _Tracer) -> Iterator[None]:
     with ExitStack() as stack:
         for name in (*_FACTORIES, *_RANDOM):
             stack.enter_context(_replaced(torch, name, seen(getattr(torch, name), name in _RANDOM)))
+        for name in ("_canonical_mask", "_none_or_dtype"):  # they ask for the type of a tensor
+            function = getattr(nn.functional, name)
+            stack.enter_context(_replaced(nn.functional, name, seen(function, False)))
         stack.enter_context(_replaced(torch.autograd.Function, "apply", classmethod(apply)))
         stack.enter_context(_replaced(nn.modules.transformer, "_detect_is_causal_mask", causal))
         yield
