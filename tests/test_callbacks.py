@@ -34,11 +34,11 @@ class Module:
 
 
 def epoch(monitor, strategy, monkeypatch, step_s):
-    clock = iter([0.0, step_s, 10.0, 10.0 + step_s])
+    clock = iter([0.0, step_s, 2 * step_s])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     trainer, module = types.SimpleNamespace(strategy=strategy, is_global_zero=True), Module()
     monitor.on_train_epoch_start(trainer, module)
-    for index in range(2):
+    for index in range(3):
         monitor.on_train_batch_start(trainer, module, None, index)
         monitor.on_train_batch_end(trainer, module, None, None, index)
     monitor.on_train_epoch_end(trainer, module)
