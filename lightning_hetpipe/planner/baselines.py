@@ -6,7 +6,14 @@ from functools import cache
 import numpy as np
 
 from lightning_hetpipe.errors import PlanError
-from lightning_hetpipe.planner.candidates import Candidate, Setting, batch_bytes, fastest, formula_s, make_candidates
+from lightning_hetpipe.planner.candidates import (
+    Candidate,
+    Setting,
+    batch_bytes,
+    fastest,
+    formula_s,
+    make_candidates,
+)
 from lightning_hetpipe.planner.microbatch import offered
 from lightning_hetpipe.planner.plan_cost import PlanCost, ring, ring_s
 from lightning_hetpipe.planner.split import Even, even_stages

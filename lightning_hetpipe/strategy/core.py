@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetpipe.cluster import Cluster
+from lightning_hetpipe.engine.c10d import PrefixStore
 from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.errors import UnsupportedError
 from lightning_hetpipe.plans import Plan
@@ -254,7 +255,7 @@ class PipelineStrategy(Together):
             )
             # Under a name of its own: a script may train with one Trainer after the other.
             name = f"strategy{next(_JOINED)}"
-            store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+            store = PrefixStore(name, dist.distributed_c10d._get_default_store())
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return Engine(
