@@ -21,11 +21,15 @@ Vocabulary, one word per thing:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_hetpipe.strategy.registry import register
+
 if TYPE_CHECKING:
     from lightning_hetpipe.cluster import Cluster, Device, Emulation, Link
     from lightning_hetpipe.errors import HetPipeError
     from lightning_hetpipe.plans import Plan
     from lightning_hetpipe.profiles import Profile
+    from lightning_hetpipe.stage.norm import convert_norm
+    from lightning_hetpipe.strategy.hetpipe import HetPipeStrategy
     from lightning_hetpipe.timeline import Timeline
 
 __version__ = "0.1.0"
@@ -37,9 +41,11 @@ _HOME = {
     "Emulation": "cluster",
     "Link": "cluster",
     "HetPipeError": "errors",
+    "HetPipeStrategy": "strategy.hetpipe",
     "Plan": "plans",
     "Profile": "profiles",
     "Timeline": "timeline",
+    "convert_norm": "stage.norm",
 }
 
 __all__ = [
@@ -47,10 +53,12 @@ __all__ = [
     "Device",
     "Emulation",
     "HetPipeError",
+    "HetPipeStrategy",
     "Link",
     "Plan",
     "Profile",
     "Timeline",
+    "convert_norm",
 ]
 
 
@@ -58,3 +66,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+register()

@@ -1,0 +1,1 @@
+"""Things that tests of several rooms share."""
