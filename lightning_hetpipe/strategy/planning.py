@@ -5,6 +5,7 @@ import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.session import Engine
+from lightning_hetpipe.engine.survey import tabulated_sizes
 from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.planner.search import make_plan
 from lightning_hetpipe.plans import Plan
@@ -28,7 +30,6 @@ log = logging.getLogger(__name__)
 
 Context = Callable[[], AbstractContextManager[Any]]
 _MEASURE = "measure"
-_N_SIZES = 4  # measured micro-batch sizes, up to the whole batch
 
 
 def choose_plan(
@@ -81,10 +82,11 @@ def _profile(
     cluster: Cluster,
 ) -> Profile:
     """The profile that rank 0 keeps from an earlier run, or a new one; equal on all ranks."""
-    sizes = _sizes(captured.batch_size)
+    sizes = tabulated_sizes(captured.batch_size)
 
     def measure() -> Profile:
-        devices = exchange.agree(lambda: _measure(engine, exchange, traced, captured, context, cluster, sizes))
+        work = partial(_measure, engine, exchange, traced, captured, context, cluster, sizes)
+        devices = exchange.agree(work)
         return Profile(traced.graph, tuple(devices), environment=_environment())
 
     if not exchange.leads:
@@ -140,11 +142,6 @@ def _measure(
         )
     finally:
         traced.module.train(training)
-
-
-def _sizes(batch_size: int) -> tuple[int, ...]:
-    """Micro-batch sizes to measure: the whole batch, halved a few times."""
-    return tuple(sorted({max(1, batch_size >> k) for k in range(_N_SIZES)}))
 
 
 def _environment() -> dict[str, str]:
