@@ -24,6 +24,10 @@ class ProfileError(HetPipeError, ValueError):
     """A profile is malformed, stale, or belongs to another model or machine."""
 
 
+class NormError(HetPipeError, ValueError):
+    """A normalisation policy that does not exist, or that does not fit a layer."""
+
+
 class PlanError(HetPipeError, ValueError):
     """A plan is malformed, or belongs to another model, cluster or batch."""
 
@@ -42,3 +46,7 @@ class StepError(HetPipeError, RuntimeError):
 
 class RankFailedError(HetPipeError, RuntimeError):
     """Another rank failed or died; names the rank, its action and its micro-batch."""
+
+
+class MemoryLimitError(HetPipeError, MemoryError):
+    """A rank needs more memory than its device's emulated limit; names the rank, its action and the limit."""

@@ -1,0 +1,109 @@
+from pathlib import Path
+
+import pytest
+
+from lightning_hetpipe.cluster import LOOPBACK, Cluster, Device, Emulation, Link
+from lightning_hetpipe.errors import ClusterError
+
+CONF = Path(__file__).parents[2] / "conf" / "cluster"
+SHIPPED = {
+    "lab4": (0.6, 0.3, 0.3, 0.15),
+    "twins": (0.5, 0.5),
+    "edge6": (0.5, 0.25, 0.25, 0.1, 0.1, 0.1),
+    "whimpy5": (0.6, 0.15, 0.15, 0.15, 0.15),
+    "slowlink3": (0.6, 0.3, 0.3),
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_cluster_has_the_promised_speeds(name: str) -> None:
+    cluster = Cluster.from_yaml(CONF / f"{name}.yaml")
+    assert tuple(device.emulation.speed for device in cluster.devices if device.emulation) == SHIPPED[name]
+    assert all(link.emulated for link in cluster.links)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_yaml_round_trip_gives_an_equal_cluster(name: str, tmp_path: Path) -> None:
+    cluster = Cluster.from_yaml(CONF / f"{name}.yaml")
+    cluster.to_yaml(tmp_path / "again.yaml")
+    assert Cluster.from_yaml(tmp_path / "again.yaml") == cluster
+
+
+def test_the_last_matching_link_rule_wins() -> None:
+    cluster = Cluster(
+        "c",
+        (Device("a", host="h1"), Device("b", host="h2"), Device("c", host="h2")),
+        (Link(1.0, 10.0), Link(2.0, 20.0, source="h1", target="h2"), Link(3.0, 30.0, source="a", target="c")),
+    )
+    assert cluster.link("a", "b") == Link(2.0, 20.0, "a", "b")
+    assert cluster.link("a", "c") == Link(3.0, 30.0, "a", "c")
+    assert cluster.link("c", "a") == Link(1.0, 10.0, "c", "a")
+
+
+def test_a_pair_without_a_rule_is_a_loopback() -> None:
+    link = Cluster("c", (Device("a"), Device("b"))).link("a", "b")
+    assert (link.latency_s, link.bandwidth_bytes_per_s) == (
+        LOOPBACK.latency_s,
+        LOOPBACK.bandwidth_bytes_per_s,
+    )
+
+
+def test_memory_of_an_emulated_device_limits_plan_and_rank() -> None:
+    cluster = Cluster.from_mapping({"devices": [{"name": "a", "speed": 0.5, "memory": "1MiB"}]})
+    assert cluster.devices[0].memory_bytes == 2**20
+    assert cluster.devices[0].emulation == Emulation(0.5, 2**20)
+
+
+def test_subset_keeps_the_rules_between_the_devices_left() -> None:
+    devices = tuple(Device(name) for name in "abc")
+    cluster = Cluster("c", devices, (Link(1.0, 1.0, "a", "b"), Link(2.0, 2.0, "a", "c")))
+    assert cluster.subset(("c", "a")).links == (Link(2.0, 2.0, "a", "c"),)
+    assert [device.name for device in cluster.subset(("c", "a")).devices] == ["c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "a cluster must be a mapping"),
+        ({}, "no devices"),
+        ({"devices": [{"speed": 0.5}]}, "name '' must be non-empty"),
+        ({"devices": [{"name": "a", "speed": 0}]}, "speed of 0 was asked for"),
+        ({"devices": [{"name": "a", "speed": -1}]}, "speed of -1 was asked for"),
+        ({"devices": [{"name": "a", "speed": 2}]}, "can only be slowed"),
+        ({"devices": [{"name": "a", "speed": "fast"}]}, "speed of device 0 is 'fast'"),
+        ({"devices": [{"name": "a", "spede": 1}]}, "unknown keys spede"),
+        ({"devices": [{"name": "a", "memory": "lots"}]}, "not bytes"),
+        ({"devices": [{"name": "a", "memory": 0}]}, "no memory"),
+        ({"devices": [{"name": "a", "threads": 0}]}, "0 threads"),
+        ({"devices": [{"name": "a", "count": 0}]}, "count 0"),
+        ({"devices": [{"name": "a"}, {"name": "a"}]}, "names devices twice: a"),
+        ({"devices": "a"}, "devices must be a list"),
+        ({"devices": [{"name": "a"}], "links": [{"latency": 1}]}, "link 0 has no bandwidth"),
+        ({"devices": [{"name": "a"}], "links": [{"latency": 1, "bandwidth": 0}]}, "bandwidth > 0"),
+        (
+            {"devices": [{"name": "a"}], "links": [{"latency": 1, "bandwidth": 1, "source": "z"}]},
+            "link at 'z', which is neither a device nor a host",
+        ),
+    ],
+)
+def test_a_malformed_cluster_gives_one_clear_error(data: object, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        Cluster.from_mapping(data)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("text", "message"), [("devices: [", "is not YAML"), ("7", "must be a mapping")])
+def test_a_broken_file_is_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ClusterError, match=message) as error:
+        Cluster.from_yaml(tmp_path / "bad.yaml")
+    assert "bad.yaml" in str(error.value)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ClusterError, match=r"nowhere.yaml cannot be read"):
+        Cluster.from_yaml("nowhere.yaml")
+
+
+def test_an_unknown_device_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ClusterError, match="'b' is not in cluster 'c'; it has a"):
+        Cluster("c", (Device("a"),)).device("b")

@@ -1,0 +1,116 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_hetpipe.cluster import Cluster, Device
+from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.graph import READER, Layer, LayerGraph, Value
+from lightning_hetpipe.plans import Alternative, Plan, Prediction, Stage
+
+CLUSTER = Cluster("pair", (Device("a"), Device("b")))
+PLAN = Plan(
+    cluster=CLUSTER,
+    layer_names=("l0", "l1", "l2"),
+    stages=(Stage(0, 2, ("b",)), Stage(2, 3, ("a",))),
+    batch_size=20,
+    micro_batch=8,
+    schedule="1f1b",
+    in_flight=(2, 1),
+    graph_fingerprint="f",
+    prediction=Prediction(1e-05, 3.5, (0.5, 0.25), (1, 2), 0.1, 4.0),
+    reason="b is the bottleneck",
+    alternatives=(Alternative("even", 2.0, 3.0),),
+)
+GRAPH = LayerGraph(
+    tuple(Layer(f"l{i}", "Op") for i in range(3)), (Value("x", READER, (0,), 1),), fingerprint="f"
+)
+
+
+def test_ranks_follow_the_order_of_the_cluster() -> None:
+    assert PLAN.ranks_of_stage == ((1,), (0,))
+
+
+def test_slices_are_equal_but_the_last() -> None:
+    assert PLAN.slices(20) == (8, 8, 4)
+    assert PLAN.slices(16) == (8, 8)
+    assert PLAN.slices(3) == (3,)
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_a_saved_plan_is_read_back_equal(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"plan.{suffix}"
+    PLAN.save(path)
+    if suffix == "yaml":
+        path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text().replace("1e-05", "1.0e-05"))))
+    assert Plan.load(path) == PLAN
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stages": (Stage(0, 2, ("z",)), Stage(2, 3, ("a",)))}, "device 'z', which cluster 'pair' does not"),
+        ({"stages": (Stage(0, 2, ("a",)), Stage(2, 3, ("a",)))}, "used by two stages"),
+        ({"stages": (Stage(0, 2, ("a",)), Stage(2, 3, ("b",)))}, "must hold the last stage"),
+        ({"stages": (Stage(0, 1, ("b",)), Stage(2, 3, ("a",)))}, "gap or overlap at layer 1"),
+        ({"stages": (Stage(0, 2, ("b",)),), "in_flight": (1,)}, "do not end at the model's last of 3"),
+        ({"stages": ()}, "no stages"),
+        ({"schedule": "zigzag"}, "schedule 'zigzag' is unknown"),
+        ({"micro_batch": 0}, "must be at least 1"),
+        ({"in_flight": (1,)}, "at least 1 for each stage"),
+    ],
+)
+def test_a_contradiction_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        replace(PLAN, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ((2, 2, ("a",)), "holds no layer"),
+        ((0, 1, ("a",), (0.5, 0.5)), "one per device"),
+        ((0, 1, ("a", "b"), (1.0, 0.0), "batch"), "positive and sum to 1"),
+        ((0, 1, ("a", "b"), (0.5, 0.4), "batch"), "positive and sum to 1"),
+        ((0, 1, ("a", "b"), (0.5, 0.5)), "cannot have split 'none'"),
+    ],
+)
+def test_an_impossible_stage_is_refused(stage: tuple[object, ...], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Stage(*stage)  # type: ignore[arg-type]
+
+
+def test_a_plan_for_the_same_model_passes() -> None:
+    PLAN.check_graph(GRAPH)
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        (replace(GRAPH, layers=GRAPH.layers[:2]), "the plan has 3 layers, the model 2"),
+        (replace(GRAPH, layers=(Layer("k", "Op"), *GRAPH.layers[1:])), "layer 0 is 'l0' in the plan and 'k'"),
+        (replace(GRAPH, fingerprint="g"), "other shapes or dtypes"),
+    ],
+)
+def test_a_plan_for_another_model_is_refused(graph: LayerGraph, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        PLAN.check_graph(graph)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not a plan of format"),
+        ("{", "cannot be read"),
+        ('{"format": 1}', "damaged"),
+        ('{"format": 9}', "not a plan of format"),
+        (PLAN.to_json().replace('"speed"', '"spede"').replace('"kind"', '"knd"'), "cluster is wrong"),
+        (PLAN.to_json()[:200], "cannot be read"),
+    ],
+)
+def test_a_damaged_file_gives_one_clear_error(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(PlanError, match=message) as error:
+        Plan.load(tmp_path / "plan.json")
+    assert "plan.json" in str(error.value)

@@ -1,0 +1,70 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_hetpipe.cluster import Cluster, Device, Link
+from lightning_hetpipe.errors import ProfileError
+from lightning_hetpipe.graph import READER, Layer, LayerGraph, Value
+from lightning_hetpipe.profiles import DeviceProfile, Profile
+
+GRAPH = LayerGraph((Layer("l0", "Op", ("w",), 4), Layer("l1", "Op")), (Value("x", READER, (0,), 1),))
+DEVICE = DeviceProfile("a", (2, 4), ((1.0, 2.0), (0.5, 0.5)), ((2.0, 3.0), (1.0, 4.0)), spread=0.1)
+PROFILE = Profile(GRAPH, (DEVICE,), (Link(0.1, 5.0, "a", "b"),), environment={"torch": "2"})
+
+
+def test_a_measured_size_is_returned_as_measured() -> None:
+    forward, backward = DEVICE.layer_seconds(4)
+    assert forward.tolist() == [2.0, 0.5]
+    assert backward.tolist() == [3.0, 4.0]
+
+
+def test_sizes_between_and_beyond_are_linear() -> None:
+    assert DEVICE.layer_seconds(3)[0].tolist() == [1.5, 0.5]
+    assert DEVICE.layer_seconds(8)[1].tolist() == [5.0, 10.0]
+
+
+def test_extrapolation_never_goes_below_zero() -> None:
+    assert DEVICE.layer_seconds(1)[1].tolist() == [1.5, 0.0]
+
+
+def test_a_single_size_is_proportional() -> None:
+    device = DeviceProfile("a", (2,), ((1.0,),), ((3.0,),))
+    assert np.allclose(device.layer_seconds(6), [[3.0], [9.0]])
+
+
+def test_a_measured_link_replaces_the_declared_one() -> None:
+    cluster = Cluster("c", (Device("a"), Device("b")), (Link(9.0, 9.0),))
+    assert PROFILE.link(cluster, "a", "b").latency_s == 0.1
+    assert PROFILE.link(cluster, "b", "a").latency_s == 9.0
+
+
+def test_a_saved_profile_is_read_back_equal(tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == PROFILE
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "not a profile of format"),
+        ("{", "not JSON"),
+        (PROFILE.to_json()[:300], "not JSON"),
+        (PROFILE.to_json().replace('"graph"', '"grph"'), "damaged"),
+        (PROFILE.to_json().replace('"format": 1', '"format": 0'), "measure again"),
+    ],
+)
+def test_a_damaged_file_gives_one_clear_error(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(ProfileError, match=message):
+        Profile.load(tmp_path / "p.json")
+
+
+def test_a_device_that_was_not_profiled_is_named() -> None:
+    with pytest.raises(ProfileError, match="'b' was not profiled; this profile has a"):
+        PROFILE.device("b")
+
+
+def test_a_profile_of_another_model_is_refused() -> None:
+    with pytest.raises(ProfileError, match="has 1 layers, the graph 2"):
+        Profile(GRAPH, (DeviceProfile("a", (1,), ((1.0,),), ((1.0,),)),))
