@@ -65,7 +65,8 @@ def measure_device(
         raise ProfileError(f"inputs {sorted(inputs)} were given; the module takes {list(traced.input_names)}")
     report = progress or (lambda done, total: None)
     n_layers = len(traced.graph)
-    layers = [traced.stage(layer, layer + 1) for layer in range(n_layers)]
+    place = next(iter(inputs.values())).device
+    layers = [traced.stage(layer, layer + 1, place) for layer in range(n_layers)]
     columns: list[tuple[list[float], list[float]]] = []
     spreads: list[float] = []
     with _unchanged(traced.module, inputs):
@@ -76,7 +77,7 @@ def measure_device(
             apart, spread = _repeat(layers, batch, nullcontext, context, deadline - budget_s / len(sizes) / 2)
             report(2 * index + 1, 2 * len(sizes))
             starts = _run_starts(apart)
-            runs = [traced.stage(start, stop) for start, stop in zip(starts, [*starts[1:], n_layers])]
+            runs = [traced.stage(start, stop, place) for start, stop in zip(starts, [*starts[1:], n_layers])]
             together, _ = _repeat(runs, batch, section, context, deadline)
             columns.append((_scaled(apart[0], together[0], starts), _scaled(apart[1], together[1], starts)))
             spreads.append(spread)
@@ -118,6 +119,7 @@ def _sweep(
 ) -> Times:
     """One forward and one backward through all stages, cut at every boundary; seconds of each stage."""
     made = dict(inputs)
+    place = next(iter(inputs.values())).device
     entered: list[dict[str, Tensor]] = []
     left: list[dict[str, Tensor]] = []
     forward_s: list[float] = []
@@ -126,7 +128,7 @@ def _sweep(
             name: made[name].detach().requires_grad_(made[name].requires_grad) for name in stage.input_names
         }
         with context():
-            seconds, outputs = _timed(partial(stage, values), section)
+            seconds, outputs = _timed(partial(stage, values), section, place)
         forward_s.append(seconds)
         entered.append(values)
         left.append(outputs)
@@ -146,7 +148,7 @@ def _sweep(
         seconds = 0.0
         if pairs:
             tensors, incoming = zip(*pairs)
-            seconds, _ = _timed(partial(torch.autograd.backward, tensors, incoming), section)
+            seconds, _ = _timed(partial(torch.autograd.backward, tensors, incoming), section, place)
         backward_s.append(seconds)
         for name, tensor in values.items():
             if tensor.grad is not None:
@@ -154,13 +156,19 @@ def _sweep(
     return forward_s, backward_s[::-1]
 
 
-def _timed(run: Callable[[], T], section: Section) -> tuple[float, T]:
+def _timed(run: Callable[[], T], section: Section, place: torch.device) -> tuple[float, T]:
+    settle(place)
     start = time.perf_counter()
     with section():
         result = run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        settle(place)
     return time.perf_counter() - start, result
+
+
+def settle(device: torch.device) -> None:
+    """Waits until a GPU has done what this thread asked of it; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _run_starts(apart: Times) -> list[int]:

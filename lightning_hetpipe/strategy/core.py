@@ -31,6 +31,7 @@ from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.strategy.capture import Capture, capture_from_loader, capture_from_step
 from lightning_hetpipe.strategy.data import for_this_rank
+from lightning_hetpipe.strategy.devices import refuse_autocast_across_kinds, stand_ins, take_device
 from lightning_hetpipe.strategy.exchange import Exchange
 from lightning_hetpipe.strategy.options import (
     Norm,
@@ -60,7 +61,8 @@ class PipelineStrategy(Together):
 
     Args:
         cluster: A `Cluster`, a mapping, a YAML file or the name of a shipped cluster; None to find the
-            devices at start.
+            devices at start. It decides each rank's device; one with several kinds of device, or with
+            ranks that share a GPU, also decides how many processes there are.
         module: Dotted name of the pipelined submodule; ``auto`` takes the child that holds nearly all
             parameters, else the LightningModule's own ``forward``.
         plan: A `Plan` or a file: neither profiles nor plans; refused if it belongs to another model.
@@ -106,16 +108,18 @@ class PipelineStrategy(Together):
         precision_plugin: Any = None,
     ) -> None:
         self._pl_module: Any = None
+        known_plan, known_cluster = read_plan(plan), read_cluster(cluster)
         super().__init__(
             accelerator=accelerator,
-            parallel_devices=parallel_devices,
+            parallel_devices=parallel_devices
+            or stand_ins(known_plan.cluster if known_plan else known_cluster),
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
         self.options = Options(
-            cluster=read_cluster(cluster),
-            plan=read_plan(plan),
+            cluster=known_cluster,
+            plan=known_plan,
             profile=read_profile(profile),
             module=module,
             micro_batch=read_micro_batch(micro_batch),
@@ -227,6 +231,7 @@ class PipelineStrategy(Together):
             HetPipeError: Of the kind that fits.
         """
         self.options.check_world(self.world_size)
+        refuse_autocast_across_kinds(self.precision_plugin, self.options.known_cluster)
         module = self.lightning_module
         assert module is not None
         refuse_module(module)
@@ -237,9 +242,10 @@ class PipelineStrategy(Together):
     def setup_environment(self) -> None:
         module = self.lightning_module
         assert module is not None
-        super().setup_environment()
         self.set_world_ranks()
         self.check(module.trainer)
+        take_device(self)
+        super().setup_environment()
         # One reader needs no distributed sampler: the order is that of a single device.
         module.trainer._accelerator_connector.use_distributed_sampler = False
         if self._engine is None:
@@ -370,9 +376,7 @@ class PipelineStrategy(Together):
         step = getattr(self.lightning_module, name)
         pipeline = self._pipeline
         if pipeline is None:
-            pipeline = self._prepare(
-                capture_from_step(self.lightning_module, lambda: step(*args, **kwargs), name, args[0])
-            )
+            pipeline = self._prepare(capture_from_step(self.lightning_module, step, name, args, kwargs))
         return pipeline.evaluate(step, args, kwargs)
 
     def _zeroes_next(self, trainer: Any, accumulate: int) -> bool:

@@ -41,7 +41,11 @@ class Together(Saving):
         return self._exchange.gather(obj)[src]
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return tensor if self._alone else super().all_gather(tensor, group, sync_grads)
+        if self._alone:
+            return tensor
+        # Ranks on GPUs and on CPUs meet in host memory, where the default group of all of them is.
+        gathered: Tensor = super().all_gather(tensor.cpu(), group, sync_grads)
+        return gathered.to(tensor.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._alone:
