@@ -153,7 +153,7 @@ def finish(setting: Setting, plan: Plan, images_per_s_bound: float) -> Plan:
     """The plan with its prediction."""
     cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
     timeline = simulate_schedule(schedule_of(plan, setting.profile.graph), cost.seconds, cost.transfer)
-step_s, busy = timeline.step_s + cost.optimizer_s(), timeline.busy
+    step_s, busy = timeline.step_s + cost.optimizer_s(), timeline.busy
     seconds = [cost.stage_seconds(stage, plan.micro_batch) for stage in range(len(plan.stages))]
     return replace(
         plan,
