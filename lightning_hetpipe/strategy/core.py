@@ -42,8 +42,8 @@ from lightning_hetpipe.strategy.options import (
 )
 from lightning_hetpipe.strategy.pipeline import Pipeline
 from lightning_hetpipe.strategy.pipelined import find_pipelined
-from lightning_hetpipe.strategy.precision import check_optimizers
 from lightning_hetpipe.strategy.prepare import Run, prepare
+from lightning_hetpipe.strategy.precision import check_optimizers
 from lightning_hetpipe.strategy.refusals import refuse_callbacks, refuse_module, refuse_optimizers
 from lightning_hetpipe.strategy.saving import Saving
 from lightning_hetpipe.strategy.shadows import Shadows, adapt

@@ -154,12 +154,8 @@ def test_training_equals_one_device(
             found |= held[step]
         assert found.keys() == expected.keys()
         for key in expected:
-            torch.testing.assert_close(
-                found[key], expected[key], atol=1e-9, rtol=0, msg=lambda text, key=key: f"{key}: {text}"
-            )
+            torch.testing.assert_close(found[key], expected[key], atol=1e-9, rtol=0, msg=lambda text, key=key: f"{key}: {text}")
     state = module.state_dict()
     assert state.keys() == expected_state.keys()
     for key in state:
-        torch.testing.assert_close(
-            state[key], expected_state[key], atol=1e-9, rtol=0, msg=lambda text, key=key: f"{key}: {text}"
-        )
+        torch.testing.assert_close(state[key], expected_state[key], atol=1e-9, rtol=0, msg=lambda text, key=key: f"{key}: {text}")
