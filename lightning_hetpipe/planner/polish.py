@@ -5,6 +5,7 @@ The closed form does not see which of two neighbours comes first, nor that messa
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 from lightning_hetpipe.planner.candidates import Candidate, Setting, make_candidates
 from lightning_hetpipe.plans import Stage
@@ -43,7 +44,7 @@ def polish(setting: Setting, start: Candidate, *, fixed: int, actions: int) -> C
 
 
 def _moves(stages: tuple[Stage, ...], fixed: int) -> Iterator[tuple[Stage, ...]]:
-    for index, (left, right) in enumerate(zip(stages, stages[1:])):
+    for index, (left, right) in enumerate(pairwise(stages)):
         before, after = stages[:index], stages[index + 2 :]
         for cut in (left.stop - 1, left.stop + 1):
             if left.start < cut < right.stop:

@@ -18,6 +18,7 @@ from lightning_hetpipe.planner.candidates import (
     stages_of,
 )
 from lightning_hetpipe.planner.chain import Chain, Depth
+from lightning_hetpipe.planner.coarsen import coarsen
 from lightning_hetpipe.planner.cost import ADAM
 from lightning_hetpipe.planner.microbatch import best_size, neighbours, offered
 from lightning_hetpipe.planner.placement import Budget, Placements, place
@@ -30,6 +31,7 @@ from lightning_hetpipe.plans import SCHEDULES, Alternative, Plan, Stage
 from lightning_hetpipe.profiles import Profile
 
 _MARGIN = 1.1  # the closed form is off by as much, so placements up to here are worth a simulation
+_COARSE = 0.004  # cuts nearer to each other than this fraction of a period count as one
 _ACTIONS = 60_000  # actions that re-ranking may simulate per micro-batch size
 
 
@@ -281,6 +283,7 @@ def _placed(
         pinned_last=request.pinned_last,
         n_stages=request.stages,
     )
+    chain, cuts = coarsen(chain, _COARSE)
     candidates: list[Candidate] = []
     seen: set[tuple[Stage, ...]] = set()
     gap, objective_s = 0.0, np.inf
@@ -293,7 +296,7 @@ def _placed(
             objective_s = min(objective_s, placements.found[0].objective_s)
             upper_s = min(upper_s, objective_s)
         for placement in placements.found[: _most(placements, chain.n_micro_batches)]:
-            stages = stages_of(placement, pools, setting.cluster, chain.n_layers)
+            stages = stages_of(placement, pools, setting.cluster, cuts.tolist())
             if stages not in seen:
                 seen.add(stages)
                 candidates += make_candidates(setting, stages, size)
