@@ -109,13 +109,7 @@ def even_split(setting: Setting, even: Even, sizes: tuple[int, ...]) -> Baseline
     except PlanError as error:
         return Baseline(title, np.inf, 0, str(error))
     ranked = sorted(sizes, key=lambda size: formula_s(setting, splits[size], size))
-    found: list[Candidate] = []
-    for size in ranked:  # the best of two that fit
-        fitting = list(make_candidates(setting, splits[size], size))
-        if found and fitting:
-            found += fitting
-            break
-        found += fitting
+    found = next((fit for size in ranked if (fit := list(make_candidates(setting, splits[size], size)))), [])
     if not found:
         return Baseline(title, np.inf, 0, "does not fit in memory")
     best = min(found, key=lambda candidate: candidate.order)

@@ -298,7 +298,11 @@ def _depths(request: _Request, chain: Chain) -> tuple[Depth, ...]:
 def _place(chain: Chain, upper_s: float) -> Placements:
     """A search as hard as the size of the problem allows."""
     states = float(np.prod(chain.available + 1.0)) * chain.n_choices * chain.n_layers
-    budget = Budget(searches=30, rounds=6) if states <= 1e5 else Budget(labels=250, searches=4, rounds=10, slack=0.01)
+    budget = (
+        Budget(searches=30, rounds=6)
+        if states <= 1e5
+        else Budget(labels=250, searches=4, rounds=10, slack=0.01)
+    )
     return place(chain, tolerance=0.01, upper_s=upper_s, budget=budget)
 
 

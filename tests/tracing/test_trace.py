@@ -237,7 +237,7 @@ def test_a_construct_that_fx_cannot_follow_is_reported_with_line_and_remedy() ->
         def forward(self, x: Tensor) -> Tensor:
             return torch.tensor(sorted(x.tolist()))
 
-    match = r"Sequential cannot be followed at .*test_trace.py:\d+ after '0': .*blocks='1'"
+    match = r"Sequential cannot be followed at .*test_trace.py:\d+ after '1.tolist': .*blocks='1'"
     with pytest.raises(GraphError, match=match):
         trace(nn.Sequential(nn.Linear(6, 6), Lists()), (torch.randn(2, 6),), {})
 
