@@ -10,7 +10,6 @@ from rich.table import Table
 
 from lightning_hetpipe.report.table import show
 
-
 Job = tuple[Sequence[str], Mapping[str, float]]
 
 
