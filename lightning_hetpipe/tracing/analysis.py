@@ -1,7 +1,6 @@
 """Facts about a followed graph that decide where it can be cut."""
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +8,8 @@ import torch
 from torch import Tensor, fx
 
 from lightning_hetpipe.errors import GraphError
-from lightning_hetpipe.tracing.fake import Root, State, run_fake
+from lightning_hetpipe.tracing.fake import Root, State
+from lightning_hetpipe.tracing.observe import Observation, observe
 from lightning_hetpipe.tracing.spec import TensorSpec
 
 _PLAIN_OPS = ("placeholder", "get_attr", "output")
@@ -27,6 +27,7 @@ class Chain:
         storage: Per tensor node, a key of the memory that it lives in.
         ties: Pairs of positions between which no cut may be.
         renamed: Tensors that were changed in place, and the operation whose result is the changed tensor.
+        seen: What each node did when it was run once.
     """
 
     nodes: list[fx.Node]
@@ -36,6 +37,7 @@ class Chain:
     storage: dict[fx.Node, int] = field(default_factory=dict)
     ties: list[tuple[int, int]] = field(default_factory=list)
     renamed: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    seen: Observation = field(default_factory=Observation)
 
     def current(self, node: fx.Node) -> fx.Node:
         """The node that holds this tensor after all changes in place."""
@@ -57,25 +59,8 @@ def analyse(
     Uses of a tensor after an operation changed it in place are turned into uses of that operation's
     result, so that no stage depends on another one's memory.
     """
-    mutated: dict[fx.Node, tuple[fx.Node, ...]] = {}
-
-    def watch(node: fx.Node, env: dict[fx.Node, Any], run: Any) -> Any:
-        tensors = [(argument, env[argument]) for argument in node.all_input_nodes]
-        before = [value._version if isinstance(value, Tensor) else 0 for _, value in tensors]
-        result = run()
-        written = tuple(
-            argument
-            for (argument, value), version in zip(tensors, before)
-            if isinstance(value, Tensor) and value._version != version
-        )
-        if written:
-            mutated[node] = written
-        return result
-
-    with in_mode(root, training=True):
-        values = run_fake(
-            root, state, graph.nodes, inputs, device=device, trainable=state.trainable, around=watch
-        )
+    seen = observe(root, state, graph, inputs, device)
+    values, mutated = seen.values, seen.mutated
     for node, value in values.items():
         node.meta["value"] = value
     storage = {
@@ -86,7 +71,9 @@ def analyse(
     nodes = [node for node in graph.nodes if node in alive and node.op not in _PLAIN_OPS]
     if not nodes:
         raise GraphError(f"{type(root.module).__name__} returns its inputs unchanged: nothing to place")
-    chain = Chain(nodes, {node: index for index, node in enumerate(nodes)}, {}, mutated, storage, [], renamed)
+    chain = Chain(
+        nodes, {node: index for index, node in enumerate(nodes)}, {}, mutated, storage, [], renamed, seen
+    )
     returned = {chain.current(node) for node in outputs}
     for node in graph.nodes:
         if node in alive and node.op != "output":
@@ -96,19 +83,6 @@ def analyse(
     _tie_buffers(root, chain)
     _tie_evaluation(chain)
     return chain
-
-
-@contextmanager
-def in_mode(root: Root, training: bool) -> Iterator[None]:
-    """All modules in one mode, for as long as nothing real runs."""
-    before = {module: module.training for module in root.modules()}
-    try:
-        for module in before:
-            module.__dict__["training"] = training
-        yield
-    finally:
-        for module, flag in before.items():
-            module.__dict__["training"] = flag
 
 
 def is_carried(value: object) -> bool:

@@ -4,6 +4,7 @@ The module's parameters and buffers are swapped for fake ones meanwhile, so that
 written or needed: the real ones may live on another rank.
 """
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hetpipe.errors import GraphError
 from lightning_hetpipe.tracing.spec import TensorSpec
+
+_KNOWN = ("torch.nn.", "lightning_hetpipe.")
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class Root(nn.Module):
@@ -48,9 +53,13 @@ class State:
         self.buffers = {name: TensorSpec.of(tensor) for name, tensor in root.named_buffers()}
         self.trainable = frozenset(name for name, spec in self.parameters.items() if spec.requires_grad)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fakes: tuple[object, dict[str, Tensor]] = (None, {})
 
     def fakes(self, device: torch.device, trainable: Collection[str]) -> dict[str, Tensor]:
         """One fake per name; parameters require a gradient where ``trainable`` says so."""
+        key = (device, frozenset(trainable))
+        if self._fakes[0] == key:
+            return self._fakes[1]
         with self.mode:
             parameters = {
                 name: nn.Parameter(
@@ -62,12 +71,15 @@ class State:
                 name: torch.empty(spec.shape, dtype=spec.dtype, device=device)
                 for name, spec in self.buffers.items()
             }
-        return {**parameters, **buffers}
+        self._fakes = (key, {**parameters, **buffers})
+        return self._fakes[1]
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Gradients on, inference mode off, attention's fused path off, random numbers not consumed."""
+    # torch logs each refused operation with its traceback; the error raised says it better.
+    silent, _LOG.disabled = _LOG.disabled, True
     fast_path = torch.backends.mha.get_fastpath_enabled()
     generator = torch.get_rng_state()
     try:
@@ -75,6 +87,7 @@ def undisturbed() -> Iterator[None]:
         with torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
+        _LOG.disabled = silent
         torch.set_rng_state(generator)
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
@@ -142,7 +155,10 @@ def evaluate(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
             return target(*args, **kwargs)
         if node.op == "call_method":
             return getattr(args[0], target)(*args[1:], **kwargs)
-        return root.get_submodule(target)(*args, **kwargs)
+        module = root.get_submodule(target)
+        if isinstance(module, _BatchNorm) and type(module).__module__.startswith(_KNOWN):
+            return _abridged_norm(module, *args, **kwargs)
+        return module(*args, **kwargs)
 
 
 def check_guard(node: fx.Node, value: Any, inputs: Mapping[str, TensorSpec]) -> None:
@@ -161,6 +177,15 @@ def attribute(root: nn.Module, path: str) -> Any:
     for part in path.split("."):
         value = getattr(value, part)
     return value
+
+
+def _abridged_norm(module: _BatchNorm, input: Tensor) -> Tensor:
+    # torch decomposes a fake batch_norm in Python at 15 ms a layer. Its result is like its input, and its
+    # input is what it keeps for the backward: a square does the same.
+    trainable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in module.parameters())
+    if trainable and not input.requires_grad:
+        input = input.detach().requires_grad_()
+    return input * input
 
 
 def _plain(leaf: Any, env: Mapping[fx.Node, Any]) -> Any:

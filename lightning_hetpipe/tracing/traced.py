@@ -14,7 +14,6 @@ from lightning_hetpipe.errors import GraphError
 from lightning_hetpipe.graph import READER, LayerGraph
 from lightning_hetpipe.tracing.analysis import Chain, analyse, is_carried, is_size
 from lightning_hetpipe.tracing.binding import Binding, make_binding
-from lightning_hetpipe.tracing.costs import layer_costs
 from lightning_hetpipe.tracing.fake import Root, State, run_fake
 from lightning_hetpipe.tracing.layers import (
     Names,
@@ -68,10 +67,14 @@ class Traced:
         self._crossing = make_values(nodes, self._groups, outputs)
         self._cache: dict[object, dict[str, TensorSpec]] = {}
         layers, self._uses = make_layers(root, Names(root), self._groups)
-        costs = layer_costs(root, state, nodes, self._groups, example, device)
+        n_samples = batch_size(example)
         layers = [
-            replace(layer, flops_per_sample=flops, saved_bytes_per_sample=saved)
-            for layer, (flops, saved) in zip(layers, costs)
+            replace(
+                layer,
+                flops_per_sample=sum(map(chain.seen.flops.__getitem__, nodes)) / n_samples,
+                saved_bytes_per_sample=sum(map(chain.seen.saved_bytes.__getitem__, nodes)) / n_samples,
+            )
+            for layer, nodes in zip(layers, self._groups)
         ]
         self.graph = LayerGraph(
             layers=tuple(layers),
