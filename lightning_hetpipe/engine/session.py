@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from lightning_hetpipe.cluster import Cluster, Device
+from lightning_hetpipe.cluster import Cluster, Device, Link
 from lightning_hetpipe.engine.control import Control
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.memory import peak_memory_bytes
 from lightning_hetpipe.engine.message import Specs
+from lightning_hetpipe.engine.probe import measure_links
 from lightning_hetpipe.engine.runtime import Context, Reader, Runtime, SharedGradients, Stage
 from lightning_hetpipe.engine.transport import connect
 from lightning_hetpipe.graph import Route
@@ -59,6 +60,17 @@ class Engine:
         self._runtime: Runtime | None = None
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._plans = itertools.count()
+
+    def measure_links(self, cluster: Cluster | None = None) -> tuple[Link, ...]:
+        """Measures the links between all ranks, which call this together; see `probe.measure_links`.
+
+        Args:
+            cluster: Rank ``i`` is its device ``i``; by default the engine's own.
+        """
+        cluster = cluster or self.cluster
+        if cluster is None:
+            cluster = Cluster("found", tuple(Device(f"rank{rank}") for rank in range(self.world_size)))
+        return measure_links(self.control, f"links{next(self._plans)}", cluster, self.device)
 
     def install(
         self,

@@ -1,4 +1,4 @@
-"""Small fixed computations, timed as the runtime would run them: the pace of a device, the cost of its optimizer step.
+"""Small fixed computations, timed as a rank runs its own: a device's pace, the cost of an optimizer step.
 
 ``section`` is what encloses every computation of a rank (`engine.emulate.Emulator.section`).
 """

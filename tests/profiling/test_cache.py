@@ -129,7 +129,9 @@ DAMAGE = {
     "another key": lambda path: edited(path, key=replace(KEY, graph="xyz").text),
     "another key, signed": lambda path: signed_again(path, key=replace(KEY, graph="xyz").text),
     "other figures": with_faster_figures,
-    "other fields, signed": lambda path: signed_again(path, entries=[{"reference_s": 0.0, "profile": {"a": 1}}]),
+    "other fields, signed": lambda path: signed_again(
+        path, entries=[{"reference_s": 0.0, "profile": {"a": 1}}]
+    ),
     "no entries, signed": lambda path: signed_again(path, entries=None),
 }
 
