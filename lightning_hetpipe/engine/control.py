@@ -11,7 +11,7 @@ engine go through `Control.wait`, which turns a broken or overdue one into `Rank
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from lightning_hetpipe.engine.sockets import Sockets
-from lightning_hetpipe.engine.watch import Failure, Watch
+from lightning_hetpipe.engine.watch import SILENT_S, Failure, Watch
 from lightning_hetpipe.errors import RankFailedError
 
 N_NUMBERS = 16
@@ -229,18 +229,18 @@ class Control:
 
     def _raise_lost(self, peer: int | None, expected: str, error: RuntimeError) -> NoReturn:
         assert self._watch is not None
-        cause = self._watch.look()
-        if cause is None:
-            overdue = "timed out" in str(error).lower() or peer is None
-            cause = self._watch.lost_rank() if overdue else None
-            if cause is None and peer is not None:
-                reason = (
-                    f"rank {self.rank} waited {self.timeout_s:g} s for it, though its process runs"
-                    if overdue
-                    else f"its connection to rank {self.rank} was closed"
-                )
-                cause = Failure(peer, reason, expected)
-            cause = self._watch.report(cause or Failure(self.rank, f"{expected}: {error}", lost=False))
+        overdue = "timed out" in str(error).lower()
+        # A rank whose wait is overdue closes its connections; the rank it waited for is to be named first.
+        cause = self._watch.cause(2 * SILENT_S if overdue else 3 * SILENT_S)
+        if cause is None and peer is None:
+            cause = Failure(self.rank, f"{expected}: {error}".splitlines()[0], lost=False)
+        elif cause is None:
+            what = f"let rank {self.rank} wait for {self.timeout_s:g} s, though its process runs"
+            cause = Failure(peer, what if overdue else f"closed its connection to rank {self.rank}", expected)
+        elif cause.lost and cause.rank == peer:
+            cause = replace(cause, action=expected)
+        if self._watch.failure is None:
+            cause = self._watch.report(cause)
         self.sockets.shut_down()
         raise RankFailedError(str(cause)) from error
 

@@ -158,6 +158,10 @@ class Engine:
         ]
         return Timeline(tuple(moved), self.world_size, "measured", tuple(peak for _, peak in parts))
 
+    def fail(self, error: BaseException) -> None:
+        """Tells all ranks that this one failed outside an action; for whoever catches its exceptions."""
+        self.control.fail(error)
+
     def close(self) -> None:
         """Closes all connections of this rank."""
         self._runtime = None

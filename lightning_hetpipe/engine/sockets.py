@@ -29,13 +29,13 @@ class Sockets:
 
     def shut_down(self) -> None:
         """Ends the connections in both directions; whoever waits on them is woken with an error."""
-        for fd, inode in self._inodes.items():
+        inodes, self._inodes = self._inodes, {}  # two threads may want this at once
+        for fd, inode in inodes.items():
             with contextlib.suppress(OSError):
                 if os.fstat(fd).st_ino != inode:
                     continue  # closed since, and the number was given to another file
                 with socket.socket(fileno=os.dup(fd)) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
-        self._inodes.clear()
 
 
 def _open_sockets() -> dict[int, int]:

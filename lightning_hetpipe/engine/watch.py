@@ -26,7 +26,7 @@ from lightning_hetpipe.schedule.action import Action
 FAILURE, BEAT, LEFT = "failure", "beat", "left"
 _POLL_S = 0.2
 _BEAT_S = 0.5
-_SILENT_S = 4 * _BEAT_S
+SILENT_S = 4 * _BEAT_S
 
 
 @dataclass(frozen=True)
@@ -124,23 +124,30 @@ class Watch:
             self._do(self._look, wait_s)
         return self.failure
 
-    def lost_rank(self, wait_s: float = 2 * _SILENT_S) -> Failure | None:
-        """A rank that is gone or does not answer; waits a little for a sign of that."""
+    def cause(self, wait_s: float) -> Failure | None:
+        """Who is to blame for a wait that broke: the recorded failure, or a rank that does not live.
+
+        A peer's connection may close before the peer has said why, so this looks for a while.
+        """
         deadline = time.monotonic() + wait_s
         while True:
-            for rank, identity in self._identities.items():
-                state = identity.state()
-                if rank not in self._left and state != "runs":
-                    return self._lost(rank, f"its process {state}")
-            now = time.monotonic()
-            if self._store_rank is not None and now - self._answered_at > _SILENT_S:
-                return self._lost(self._store_rank, "the store that it serves does not answer")
-            for rank, changed_at in self._changed_at.items():
-                if rank not in self._left | {self._rank} and now - changed_at > _SILENT_S:
-                    return self._lost(rank, f"no sign of life for {now - changed_at:.1f} s")
-            if now > deadline:
-                return None
-            time.sleep(_POLL_S)
+            found = self.look(min(wait_s, 1.0)) or self._dead_rank()
+            if found is not None or time.monotonic() > deadline:
+                return found
+            time.sleep(_POLL_S / 2)
+
+    def _dead_rank(self) -> Failure | None:
+        for rank, identity in self._identities.items():
+            state = identity.state()
+            if rank not in self._left and state != "runs":
+                return self._lost(rank, f"its process {state}")
+        now = time.monotonic()
+        if self._store_rank is not None and now - self._answered_at > SILENT_S:
+            return self._lost(self._store_rank, "the store that it serves does not answer")
+        for rank, changed_at in self._changed_at.items():
+            if rank not in self._left | {self._rank} and now - changed_at > SILENT_S:
+                return self._lost(rank, f"no sign of life for {now - changed_at:.1f} s")
+        return None
 
     def close(self, wait_s: float = 2.0) -> None:
         """Says goodbye and stops watching."""
@@ -241,14 +248,14 @@ class _Identity:
         return cls(host, os.getpid(), _stat(os.getpid())[1])
 
     def state(self) -> str:
-        """``runs``, ``stopped`` or ``ended``."""
+        """``runs``, ``is stopped`` or ``ended``."""
         try:
             state, started = _stat(self.pid)
         except OSError:
             return "ended"
         if started != self.started or state in "ZX":
             return "ended"
-        return "stopped" if state in "Tt" else "runs"
+        return "is stopped" if state in "Tt" else "runs"
 
 
 def _stat(pid: int) -> tuple[str, str]:

@@ -26,12 +26,12 @@ def batch_of(n: int) -> torch.Tensor:
     return torch.randn(n, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
-def engine_of(rank: int, store: Store, place: str, schedule: str = "1f1b", **more: Any) -> tuple[Engine, Toy]:
+def engine_of(rank: int, store: Store, place: str, schedule: str = "1f1b", timeout_s: float = 20.0) -> tuple[Engine, Toy]:
     """An engine with the toy's stages installed."""
-    n, starts, ranks_of_stage = PLACES[place]
+    n = PLACES[place][0]
     toy = Toy()
-    engine = Engine(None if n == 1 else store, rank, n, timeout_s=20)
-    install(engine, toy, place, schedule, **more)
+    engine = Engine(None if n == 1 else store, rank, n, timeout_s=timeout_s)
+    install(engine, toy, place, schedule)
     return engine, toy
 
 

@@ -14,6 +14,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import torch
+import torch.fx.experimental.symbolic_shapes  # the first backward needs it; imported once here, not in each child
 from torch.distributed import Store, TCPStore
 
 
@@ -26,6 +27,7 @@ class Outcome:
     error: BaseException | None = None
     notes: tuple[str, ...] = ()
     at_s: float = 0.0  # monotonic
+    exit_code: int | None = None  # negative: the signal
 
 
 def outcomes(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 40.0) -> list[Outcome]:
@@ -60,7 +62,8 @@ def outcomes(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 40.0
             os.kill(child.pid, signal.SIGKILL)
             child.join()
     for rank, outcome in enumerate(found):
-        if outcome.ended and children[rank].exitcode != 0:
+        outcome.exit_code = children[rank].exitcode
+        if outcome.ended and outcome.exit_code != 0:
             outcome.ended = False  # it reported and then hung
     return found
 
