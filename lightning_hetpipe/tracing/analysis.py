@@ -133,7 +133,7 @@ def _rewire(
 
 
 def _same_tensor(left: Any, right: Any) -> bool:
-    return (
+    return bool(
         isinstance(left, Tensor)
         and isinstance(right, Tensor)
         and left.untyped_storage()._cdata == right.untyped_storage()._cdata

@@ -146,7 +146,8 @@ def run_fake(
 
 def evaluate(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
     """The result of one node."""
-    args, kwargs = map_aggregate((node.args, dict(node.kwargs)), lambda leaf: _plain(leaf, env))  # type: ignore[misc, arg-type, return-value]
+    arguments: Any = (node.args, dict(node.kwargs))
+    args, kwargs = map_aggregate(arguments, lambda leaf: _plain(leaf, env))
     target: Any = node.target
     with torch.set_grad_enabled(node.meta["grad"]):
         if node.op == "get_attr":

@@ -64,8 +64,8 @@ def resolve_training_flags(graph: fx.Graph) -> None:
             read.meta.pop("guard", None)
             return read
 
-        node.args = map_aggregate(node.args, resolve)  # type: ignore[assignment, arg-type]
-        node.kwargs = map_aggregate(node.kwargs, resolve)  # type: ignore[assignment, arg-type]
+        node.args = map_aggregate(node.args, resolve)
+        node.kwargs = map_aggregate(node.kwargs, resolve)
 
 
 def _key(root: Root, node: fx.Node, joined: dict[fx.Node, fx.Node]) -> object:
@@ -103,5 +103,6 @@ def _check_stateless(root: Root, node: fx.Node) -> None:
     if holds:
         raise GraphError(
             f"{node.meta['where']}: evaluation takes another path than training and uses "
-            f"{node.meta['name']!r} otherwise; one chain of stages has to serve both. {remedy(node.meta['scope'])}"
+            f"{node.meta['name']!r} otherwise; one chain of stages has to serve both. "
+            + remedy(node.meta["scope"])
         )

@@ -141,7 +141,7 @@ def build_graph(
         outputs[node.meta["name"]] = (
             graph.call_function(pack_size, (copies[node],)) if is_size(node.meta["value"]) else copies[node]
         )
-    graph.output(outputs)  # type: ignore[arg-type]
+    graph.output(outputs)
     return graph
 
 
@@ -165,8 +165,8 @@ def _move_constants(node: fx.Node, device: torch.device) -> None:
     def move(leaf: Any) -> Any:
         return device if isinstance(leaf, torch.device) else leaf
 
-    node.args = map_aggregate(node.args, move)  # type: ignore[assignment, arg-type]
-    node.kwargs = map_aggregate(node.kwargs, move)  # type: ignore[assignment, arg-type]
+    node.args = map_aggregate(node.args, move)
+    node.kwargs = map_aggregate(node.kwargs, move)
 
 
 def _compile(graph: fx.Graph) -> Callable[[Root, dict[str, Tensor]], dict[str, Tensor]]:

@@ -17,7 +17,6 @@ from lightning_hetpipe.tracing.binding import Binding, make_binding
 from lightning_hetpipe.tracing.fake import Root, State, run_fake
 from lightning_hetpipe.tracing.layers import (
     Names,
-    Use,
     fingerprint_text,
     group,
     make_layers,
@@ -209,7 +208,8 @@ class Traced:
 
     def parameters_of(self, start: int, stop: int) -> set[str]:
         """Names of the parameters that a run of layers uses, relative to the module; a tied one under its
-        first name."""
+        first name.
+        """
         return {name for use in self._uses[start:stop] for name in use.parameters}
 
     def buffers_of(self, start: int, stop: int) -> set[str]:

@@ -303,7 +303,12 @@ class _Tracer(fx.Tracer):
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         length = self.decide(self.create_proxy("call_function", len, (obj,), {}))
-        return iter([obj[index] for index in range(length)])
+        return iter(
+            [
+                self.create_proxy("call_function", operator.getitem, (obj, index), {})
+                for index in range(length)
+            ]
+        )
 
 
 class _Values(Mapping[fx.Node, Any]):
