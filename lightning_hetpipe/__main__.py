@@ -16,6 +16,7 @@ import hydra
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from rich.progress import Progress
 
 import lightning_hetpipe as hp
 from lightning_hetpipe.cluster import Cluster
@@ -139,7 +140,13 @@ def _profile(config: DictConfig, cluster: Cluster) -> Profile:
 
     example = tuple(torch.randn(int(config.batch_size), *shape) for shape in _shapes(config))
     origin = "analytic" if config.profile == "analytic" else "measured"
-    profile: Profile = hp.profile(_module(config), example, cluster, origin=origin)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring")
+
+        def show(device: str, done: int, total: int) -> None:
+            bar.update(task, description=f"measuring {device}", completed=done, total=total)
+
+        profile: Profile = hp.profile(_module(config), example, cluster, origin=origin, progress=show)
     return profile
 
 

@@ -7,8 +7,9 @@ rank measures its own device.
 import copy
 import logging
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,8 @@ from lightning_hetpipe.tracing import Traced, trace
 
 log = logging.getLogger(__name__)
 
+Progress = Callable[[str, int, int], None]
+
 
 def profile(
     module: nn.Module,
@@ -35,6 +38,7 @@ def profile(
     *,
     origin: Literal["measured", "analytic"] = "measured",
     blocks: str | None = None,
+    progress: Progress | None = None,
 ) -> Profile:
     """Measures every layer of a module on every device of a cluster.
 
@@ -45,6 +49,7 @@ def profile(
         cluster: Devices of this host; emulated ones are measured at their speed.
         origin: ``analytic`` derives the figures from the devices' published peaks instead.
         blocks: Name of a sequence of blocks, for a module that does not trace.
+        progress: Called with (device name, parts done, parts in all).
 
     Returns:
         A profile with one entry per device. Measured ones are kept in the user's cache folder.
@@ -65,20 +70,27 @@ def profile(
             "origin='analytic' (profile=analytic) where the cluster gives published figures"
         )
     key = {"graph": traced.graph.fingerprint, "devices": cluster.devices, "sizes": sizes, **_environment()}
-    return cached_profile(key, lambda: _measure(module, args, blocks, sizes, cluster))
+    return cached_profile(key, lambda: _measure(module, args, blocks, sizes, cluster, progress))
 
 
 def tabulated_sizes(batch_size: int) -> tuple[int, ...]:
     """Micro-batch sizes worth measuring: the five largest powers of two up to the batch.
 
-    >>> tabulated_sizes(64), tabulated_sizes(3)
-    ((4, 8, 16, 32, 64), (1, 2))
+    Never 1 beside others: BatchNorm refuses a single value per channel.
+
+    >>> tabulated_sizes(64), tabulated_sizes(9), tabulated_sizes(1)
+    ((4, 8, 16, 32, 64), (2, 4, 8), (1,))
     """
-    return tuple(2**k for k in range(batch_size.bit_length()))[-5:]
+    return tuple(2**k for k in range(1, batch_size.bit_length()))[-5:] or (1,)
 
 
 def _measure(
-    module: nn.Module, args: tuple[Any, ...], blocks: str | None, sizes: tuple[int, ...], cluster: Cluster
+    module: nn.Module,
+    args: tuple[Any, ...],
+    blocks: str | None,
+    sizes: tuple[int, ...],
+    cluster: Cluster,
+    progress: Progress | None,
 ) -> Profile:
     tune_allocator()
     measured: dict[object, DeviceProfile] = {}
@@ -90,18 +102,29 @@ def _measure(
         for device in cluster.devices:
             if device.kind == kind and device.kind_key not in measured:
                 log.info("measuring %s", device.name)
-                measured[device.kind_key] = _measure_one(traced, inputs, sizes, device)
+                measured[device.kind_key] = _measure_one(traced, inputs, sizes, device, progress)
     devices = tuple(replace(measured[each.kind_key], device=each.name) for each in cluster.devices)
     return Profile(traced.graph, devices, environment=_environment())
 
 
 def _measure_one(
-    traced: Traced, inputs: Mapping[str, Tensor], sizes: tuple[int, ...], device: Device
+    traced: Traced,
+    inputs: Mapping[str, Tensor],
+    sizes: tuple[int, ...],
+    device: Device,
+    progress: Progress | None,
 ) -> DeviceProfile:
     threads = torch.get_num_threads()
     torch.set_num_threads(device.threads)
     try:
-        return measure_device(traced, inputs, sizes, device.name, stretch=Emulator(device).section)
+        return measure_device(
+            traced,
+            inputs,
+            sizes,
+            device.name,
+            section=Emulator(device).section,
+            progress=None if progress is None else partial(progress, device.name),
+        )
     finally:
         torch.set_num_threads(threads)
 

@@ -37,7 +37,7 @@ class Budget:
 
     labels: int = 20_000
     searches: int = 400
-    rounds: int = 8
+    rounds: int = 16
     slack: float = 0.05
 
 
@@ -128,7 +128,7 @@ def place(
             allowed = search.searches < search.budget.searches
             if (whole or rank < 2) and allowed:
                 lower = max(lower, _grow(search, caps[high], caps[low], before, prices))
-            if whole or lower >= search.upper_s * (1 - tolerance) or not allowed:
+            if whole or lower >= search.upper_s * (1 - tolerance):
                 bound = min(bound, lower)
             else:
                 level += [(a, b, prices) for a, b in _split(caps, low, high, _PIECES)]
@@ -253,14 +253,11 @@ def _grow(search: _Search, cap: float, low_cap: float, before: Array, prices: Ar
         left = chain.available[None, :] - labels.used
         promise = labels.cost_s + before[labels.choice, start] - left @ prices + rest_s
         alive = np.flatnonzero(promise < threshold)
+        alive, bound = _best(alive, promise, 8 * search.budget.labels, bound)
         labels, promise = labels.at(alive), promise[alive]
-        order = _undominated(labels, with_k=chain.memory is not None)
-        labels, promise = labels.at(order), promise[order]
-        if len(promise) > search.budget.labels:
-            order = np.argpartition(promise, search.budget.labels)
-            bound = min(bound, float(promise[order[search.budget.labels :]].min()))
-            labels = labels.at(order[: search.budget.labels])
-        table[start] = labels
+        order = _undominated(chain, labels)
+        order, bound = _best(order, promise, search.budget.labels, bound)
+        table[start] = labels.at(order)
     whole = table[0]
     if whole is None or not len(whole.cost_s):
         return bound
@@ -269,6 +266,14 @@ def _grow(search: _Search, cap: float, low_cap: float, before: Array, prices: Ar
     for index in np.argsort(whole.cost_s, kind="stable")[: search.keep]:
         search.add(*_trace(table, whole, int(index)), cap)
     return min(bound, float(whole.cost_s.min(initial=np.inf)) + rest_s)
+
+
+def _best(index: Ints, promise: Array, most: int, bound: float) -> tuple[Ints, float]:
+    """The ``most`` labels of least promise, and the bound lowered to the least that is cut off."""
+    if len(index) <= most:
+        return index, bound
+    order = np.argpartition(promise[index], most)
+    return index[order[:most]], min(bound, float(promise[index[order[most:]]].min()))
 
 
 def _extend(
@@ -290,7 +295,8 @@ def _extend(
     last = stop == n
     seconds = np.where(last, seconds + chain.last_s[choice], seconds)
     possible = (seconds <= cap) & (last | bool(chain.inner[choice]))
-    possible &= (after.used + chain.uses[choice] <= chain.available).all(axis=1)
+    for pool in np.flatnonzero(chain.uses[choice]):
+        possible &= after.used[:, pool] <= chain.available[pool] - chain.uses[choice, pool]
     possible &= chain.occupied_s[choice, after.choice, stop] <= cap
     index = np.flatnonzero(possible)
     stop, seconds, last = stop[index], seconds[index], last[index]
@@ -314,13 +320,19 @@ def _in_flight(chain: Chain, after: Ints, seconds: Array, cap: float, last: Bool
     return np.where(last, chain.first_k, np.minimum(chain.n_micro_batches, after + periods))
 
 
-def _undominated(labels: _Labels, *, with_k: bool) -> Ints:
+def _undominated(chain: Chain, labels: _Labels) -> Ints:
     """The cheapest label of every state (holder, devices used, in flight)."""
-    state = np.column_stack([labels.choice, labels.used, labels.k if with_k else np.zeros_like(labels.k)])
-    order = np.lexsort([labels.cost_s, *state.T])
-    sorted_state = state[order]
+    state, size = labels.choice, chain.n_choices
+    for column, most in zip((*labels.used.T, labels.k), (*chain.available, chain.n_micro_batches)):
+        if size > 2**62 // (int(most) + 1):  # the code would overflow: number the states seen so far
+            state = np.unique(state, return_inverse=True)[1]
+            size = len(state)
+        state = state * (int(most) + 1) + column
+        size *= int(most) + 1
+    order = np.lexsort([labels.cost_s, state])
+    found = state[order]
     first = np.ones(len(order), dtype=bool)
-    first[1:] = (sorted_state[1:] != sorted_state[:-1]).any(axis=1)
+    first[1:] = found[1:] != found[:-1]
     return order[first]
 
 

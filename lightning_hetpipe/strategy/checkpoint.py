@@ -15,6 +15,7 @@ EMA) is merged too. Tensors travel one by one; only rank 0 ever holds the whole 
 import logging
 import os
 import random
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -198,7 +199,8 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool =
     Raises:
         RuntimeError: As ``load_state_dict`` does: missing or unexpected names, or other shapes.
     """
-    elsewhere = {name: tensor for name, tensor in module.state_dict().items() if _is_placeholder(tensor)}
+    own = module.state_dict()
+    elsewhere = {name: each for name, each in own.items() if isinstance(each, Tensor) and each.is_meta}
     missing = [name for name in elsewhere if name not in state]
     other = [name for name in elsewhere if name in state and state[name].shape != elsewhere[name].shape]
     if (missing and strict) or other:
@@ -206,15 +208,11 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool =
             f"Error(s) in loading state_dict for {type(module).__name__}: missing {missing}, "
             f"other shapes {other}"
         )
-    local = type(state)((name, value) for name, value in state.items() if name not in elsewhere)  # type: ignore[call-arg]
-    if hasattr(state, "_metadata"):
-        local._metadata = state._metadata  # type: ignore[attr-defined]
+    local = OrderedDict((name, value) for name, value in state.items() if name not in elsewhere)
+    # Without it, modules take the state for one of an old version and add to it what is hidden here.
+    local._metadata = getattr(state, "_metadata", own._metadata)  # type: ignore[attr-defined]
     with only_held(module):
         module.load_state_dict(local, strict=strict)
-
-
-def _is_placeholder(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
 
 
 def forget_placeholders(optimizer: Optimizer) -> None:

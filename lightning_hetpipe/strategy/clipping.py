@@ -5,11 +5,8 @@ import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -63,9 +60,7 @@ def clip_grad_norm(
     return norm
 
 
-def install_clipping(
-    plugin: Precision, group: Group, borrowed: Collection[nn.Parameter]
-) -> Callable[[], None]:
+def install_clipping(plugin: Any, group: Group, borrowed: Collection[nn.Parameter]) -> Callable[[], None]:
     """Makes this plugin's clipping by norm global; by value it is right as it is.
 
     Returns:
@@ -75,13 +70,15 @@ def install_clipping(
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
         clip_grad_norm(plugin.main_params(optimizer), clip_val, group, borrowed)
 
-    plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
-    return lambda: vars(plugin).pop("clip_grad_by_norm", None)
+    plugin.clip_grad_by_norm = clip_grad_by_norm
+    return lambda: plugin.__dict__.pop("clip_grad_by_norm", None)
 
 
-def warn_of_own_clipping(module: pl.LightningModule) -> None:
+def warn_of_own_clipping(module: nn.Module) -> None:
     """Warns of what cannot be seen: whether the hook calls torch's clipping, which sees one rank's part."""
-    if is_overridden("configure_gradient_clipping", module):
+    hook = "configure_gradient_clipping"
+    owner = next((each for each in type(module).__mro__ if hook in vars(each)), None)
+    if owner is not None and owner.__name__ != "LightningModule":
         log.warning(
             "%s overrides configure_gradient_clipping. Each rank holds a part of the gradient: clip by "
             "self.clip_gradients(optimizer, ...), which takes the norm over all ranks; "

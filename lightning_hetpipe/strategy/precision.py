@@ -2,35 +2,27 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
-from lightning.pytorch.plugins.precision import (
-    BitsandbytesPrecision,
-    DeepSpeedPrecision,
-    FSDPPrecision,
-    MixedPrecision,
-    Precision,
-    TransformerEnginePrecision,
-    XLAPrecision,
-)
 from torch.optim import Optimizer
 
 from lightning_hetpipe.errors import UnsupportedError
 from lightning_hetpipe.strategy.partition import Group
 
-_REFUSED = (
-    BitsandbytesPrecision,
-    DeepSpeedPrecision,
-    FSDPPrecision,
-    TransformerEnginePrecision,
-    XLAPrecision,
-)
+# By name, because `lightning.pytorch` and `pytorch_lightning` have classes of their own.
+_REFUSED = {
+    "BitsandbytesPrecision",
+    "DeepSpeedPrecision",
+    "FSDPPrecision",
+    "TransformerEnginePrecision",
+    "XLAPrecision",
+}
 
 
-def prepare_precision(plugin: Precision, device: torch.device, group: Group) -> None:
+def prepare_precision(plugin: Any, device: torch.device, group: Group) -> None:
     """Fits the plugin to this rank: its autocast device, and a loss scaler that asks all ranks.
 
     Call `Precision.convert_module` (``bf16-true``, ``64-true``) before the module is partitioned.
@@ -43,20 +35,20 @@ def prepare_precision(plugin: Precision, device: torch.device, group: Group) -> 
     Raises:
         UnsupportedError: The plugin replaces layers or belongs to another strategy.
     """
-    if isinstance(plugin, _REFUSED):
+    if _REFUSED & {base.__name__ for base in type(plugin).__mro__}:
         raise UnsupportedError(
             f"{type(plugin).__name__} cannot run on a pipeline: choose precision 32-true, 64-true, "
             "bf16-true, 16-true, bf16-mixed or 16-mixed"
         )
-    if isinstance(plugin, MixedPrecision):
+    if hasattr(plugin, "scaler"):  # mixed precision
         plugin.device = device.type
         if plugin.scaler is not None and not isinstance(plugin.scaler, PipelineGradScaler):
             plugin.scaler = PipelineGradScaler.like(plugin.scaler, device)
-        if isinstance(plugin.scaler, PipelineGradScaler):
+        if plugin.scaler is not None:
             plugin.scaler.group = group
 
 
-def check_optimizers(plugin: Precision, optimizers: Iterable[Optimizer]) -> None:
+def check_optimizers(plugin: Any, optimizers: Iterable[Optimizer]) -> None:
     """Refuses optimizers that unscale gradients by themselves, unseen by the other ranks.
 
     Raises:
@@ -73,7 +65,7 @@ def check_optimizers(plugin: Precision, optimizers: Iterable[Optimizer]) -> None
 
 
 def compute_context(
-    plugin: Precision, kind: Literal["train", "val", "test", "predict"]
+    plugin: Any, kind: Literal["train", "val", "test", "predict"]
 ) -> Callable[[], AbstractContextManager[None]]:
     """What every stage enters around its own forward and backward: autocast does not cross processes."""
     contexts: dict[str, Callable[[], AbstractContextManager[None]]] = {

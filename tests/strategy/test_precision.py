@@ -1,3 +1,5 @@
+import importlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -94,6 +96,13 @@ def test_a_stage_computes_in_the_precision_of_the_trainer(plugin, dtype):
     for kind in ("train", "val", "test", "predict"):
         with compute_context(plugin, kind)():
             assert layer(torch.ones(1, 2, dtype=layer.weight.dtype)).dtype == dtype
+
+
+def test_both_namespaces_plugins_are_fitted():
+    other = importlib.import_module("pytorch_lightning.plugins.precision")
+    plugin = other.MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler("cpu"))
+    prepare_precision(plugin, CPU, None)
+    assert (plugin.device, type(plugin.scaler)) == ("cpu", PipelineGradScaler)
 
 
 def test_plugins_of_other_strategies_are_refused():
