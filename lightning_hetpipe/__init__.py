@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_hetpipe.errors import HetPipeError
     from lightning_hetpipe.plans import Plan
     from lightning_hetpipe.profiles import Profile
+    from lightning_hetpipe.stage.norm import convert_norm
     from lightning_hetpipe.strategy.hetpipe import HetPipeStrategy
     from lightning_hetpipe.timeline import Timeline
 
@@ -47,6 +48,7 @@ _HOME = {
     "Plan": "plans",
     "Profile": "profiles",
     "Timeline": "timeline",
+    "convert_norm": "stage.norm",
     "profile": "engine.survey",
 }
 
@@ -61,6 +63,7 @@ __all__ = [
     "Plan",
     "Profile",
     "Timeline",
+    "convert_norm",
     "profile",
 ]
 

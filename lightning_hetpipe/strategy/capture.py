@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_hetpipe.strategy.batch import count_samples
-from lightning_hetpipe.strategy.data import first_of, is_announced, peek
+from lightning_hetpipe.strategy.data import can_be_read_beside, first_of, peek
 from lightning_hetpipe.strategy.logs import LogRecorder
 from lightning_hetpipe.strategy.steps import ModuleCall, StandIn, SuspendedStep
 
@@ -64,9 +64,9 @@ def capture_from_loader(trainer: Any, strategy: Any) -> Capture | None:
     loader = loop._combined_loader
     if loader is None:
         return None
-    announced = any(is_announced(each) for each in loader.flattened)
-    peeked = peek(loop._data_fetcher) if announced else None
-    if loop.max_batches == 0 or (announced and peeked is None):
+    beside = all(can_be_read_beside(each) for each in loader.flattened)
+    peeked = None if beside else peek(loop._data_fetcher)
+    if loop.max_batches == 0 or not (beside or peeked is not None):
         return None
     module = trainer.lightning_module
 

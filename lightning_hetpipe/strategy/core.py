@@ -11,12 +11,13 @@ teardown         whole weights again, on every rank
 import logging
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,6 @@ from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.errors import UnsupportedError
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import Profile
-from lightning_hetpipe.strategy import checkpoint as state
 from lightning_hetpipe.strategy.capture import Capture, capture_from_loader, capture_from_step
 from lightning_hetpipe.strategy.data import for_this_rank
 from lightning_hetpipe.strategy.exchange import Exchange
@@ -42,18 +42,16 @@ from lightning_hetpipe.strategy.options import (
 from lightning_hetpipe.strategy.pipeline import Pipeline
 from lightning_hetpipe.strategy.pipelined import find_pipelined
 from lightning_hetpipe.strategy.prepare import Run, prepare
+from lightning_hetpipe.strategy.precision import check_optimizers
 from lightning_hetpipe.strategy.refusals import refuse_callbacks, refuse_module, refuse_optimizers
+from lightning_hetpipe.strategy.saving import Saving
+from lightning_hetpipe.strategy.shadows import Shadows, adapt
 from lightning_hetpipe.timeline import Timeline
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Base
-else:
-    _Base = object
 
 log = logging.getLogger(__name__)
 
 
-class PipelineStrategy(_Base):
+class PipelineStrategy(Saving):
     """All of `HetPipeStrategy` but the Lightning namespace, which a subclass adds.
 
     Args:
@@ -72,6 +70,8 @@ class PipelineStrategy(_Base):
         profile: A `Profile` or a file: skips measuring.
         run_dir: Where plan and profile are written; nowhere if None.
         blocks: Dotted name of a sequence of blocks, for a module that does not trace.
+        checkpoint: ``file`` is one ordinary Lightning checkpoint; ``directory``, for a model too large for
+            rank 0, has every rank write its part.
     """
 
     is_distributed = True
@@ -94,6 +94,7 @@ class PipelineStrategy(_Base):
         profile: Profile | str | Path | None = None,
         run_dir: str | Path | None = None,
         blocks: str | None = None,
+        checkpoint: str = "file",
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -124,12 +125,16 @@ class PipelineStrategy(_Base):
         )
         if start_method not in ("popen", "fork", "spawn"):
             raise ValueError(f"start_method={start_method!r} is unknown; known are popen, fork, spawn")
+        if checkpoint not in ("file", "directory"):
+            raise ValueError(f"checkpoint={checkpoint!r} is unknown; known are file, directory")
         self.start_method = start_method
+        self.checkpoint_form = checkpoint
         self.num_nodes = 1
         self._engine: Engine | None = None
         self._group: Any = None
         self._exchange: Exchange | None = None
         self._pipeline: Pipeline | None = None
+        self._shadows = Shadows()
         self._plan: Plan | None = self.options.plan
         self._timeline: Timeline | None = None
 
@@ -234,7 +239,7 @@ class PipelineStrategy(_Base):
         module.trainer._accelerator_connector.use_distributed_sampler = False
         if self._engine is None:
             self._engine = self._join()
-            Finalize(self._engine, Engine.close, (self._engine,), exitpriority=0)
+            Finalize(None, self._engine.close, exitpriority=0)
         self._exchange = Exchange(self._engine.control)
 
     def _join(self) -> Engine:
@@ -263,6 +268,7 @@ class PipelineStrategy(_Base):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._reset_optimizers_and_schedulers()
+        adapt(self._shadows, trainer, self.exchange.leads)
         if trainer.state.fn == "fit":
             capture = capture_from_loader(trainer, self)
             if capture is not None:
@@ -273,10 +279,17 @@ class PipelineStrategy(_Base):
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
         refuse_optimizers(self.optimizers)
+        check_optimizers(self.precision_plugin, self.optimizers)
 
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Models are built on the CPU; each rank's device gets its own stage only."""
+        with torch.device("cpu"), self.precision_plugin.tensor_init_context():
+            yield
 
     def _prepare(self, capture: Capture) -> Pipeline:
         assert self._engine is not None and self.lightning_module is not None
@@ -296,12 +309,17 @@ class PipelineStrategy(_Base):
         return self._pipeline
 
     def teardown(self) -> None:
-        trainer = getattr(self.lightning_module, "_trainer", None)
         if self._pipeline is not None:
-            interrupted = trainer is None or trainer.state.status == "interrupted"
-            self._pipeline.close(whole=not interrupted)
+            self._pipeline.close(whole=not self._interrupted)
             self._pipeline = None
+        self._shadows.lift()
         super().teardown()
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether the run ends by an exception, so that other ranks may not answer any more."""
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is None or trainer.state.status == "interrupted"
 
     def on_exception(self, exception: BaseException) -> None:
         if self._engine is not None:
@@ -366,6 +384,9 @@ class PipelineStrategy(_Base):
         helpers = import_module(f"{self.namespace}.utilities.model_helpers")
         return bool(helpers.is_overridden(hook, module))
 
+    def _runs_user_code_alone(self) -> bool:
+        return self._pipeline is not None and self._pipeline.leading
+
     # What Lightning and user code ask of all ranks. Rank 0 asks itself while it runs user code alone.
 
     @property
@@ -375,7 +396,7 @@ class PipelineStrategy(_Base):
 
     @property
     def _alone(self) -> bool:
-        return self.world_size == 1 or (self._pipeline is not None and self._pipeline.leading)
+        return self.world_size == 1 or self._runs_user_code_alone()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The tensor itself: all ranks of the one replica hold the same value."""
@@ -400,21 +421,3 @@ class PipelineStrategy(_Base):
             return bool(decision)
         decisions = self.exchange.gather(bool(decision))
         return (False not in decisions) if all else (True in decisions)
-
-    # Weights and checkpoints
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        return self.lightning_module.state_dict()
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return state.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        state.load_model_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"]):
-            state.load_optimizer_state(optimizer, saved)
-        state.restore_rng(checkpoint, self.global_rank, self.world_size)

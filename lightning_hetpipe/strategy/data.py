@@ -123,9 +123,11 @@ def peek(fetcher: Any) -> Any:
     return first[0]
 
 
-def is_announced(loader: Any) -> bool:
-    """True if every batch of this loader is announced to all ranks."""
-    return isinstance(loader, (AbsentLoader, AnnouncingLoader)) and loader.announced
+def can_be_read_beside(loader: Any) -> bool:
+    """True if reading its first batch changes nothing; equal on all ranks for what `for_this_rank` gave."""
+    if isinstance(loader, (AbsentLoader, AnnouncingLoader)):
+        return not loader.announced
+    return _has_exact_length(loader)
 
 
 def first_of(loader: Any) -> Any:

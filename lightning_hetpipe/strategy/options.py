@@ -39,7 +39,7 @@ class Options:
     micro_batch: int | None
     schedule: str
     merge: str | tuple[tuple[str, ...], ...]
-    norm: str
+    norm: Norm
     loss_reduction: str
     timeout_s: float
     run_dir: Path | None

@@ -18,6 +18,7 @@ from lightning_hetpipe.engine.runtime import Context
 from lightning_hetpipe.engine.session import Engine, sample_weights
 from lightning_hetpipe.errors import RankFailedError, StepError
 from lightning_hetpipe.plans import Plan
+from lightning_hetpipe.stage.batchnorm import commit_all
 from lightning_hetpipe.strategy.batch import count_samples, cut, join
 from lightning_hetpipe.strategy.data import AbsentBatch
 from lightning_hetpipe.strategy.exchange import Exchange, describe, unwrap
@@ -49,6 +50,7 @@ class Pipeline:
         engine: With the plan installed.
         loss_reduction: ``mean`` or ``sum``.
         context: Entered around every forward (autocast).
+        commit: Whether BatchNorm's running statistics are updated once per batch, at its end.
         at_close: Undoes the set-up; told whether weights are to be whole again.
     """
 
@@ -63,11 +65,13 @@ class Pipeline:
         *,
         loss_reduction: str,
         context: Context,
+        commit: bool,
         at_close: Callable[[bool], None],
     ) -> None:
         self.module, self.plan, self.engine = module, plan, engine
         self._stand_in, self._traced, self._exchange = stand_in, traced, exchange
-        self._loss_reduction, self._context, self._at_close = loss_reduction, context, at_close
+        self._loss_reduction, self._context = loss_reduction, context
+        self._commit, self._at_close = commit, at_close
         self._recorder = LogRecorder(module)
         self._mirrors = Mirrors(module, self.lead)
         self._signatures: list[tuple[tuple[int, Signature], ...]] = []
@@ -100,6 +104,8 @@ class Pipeline:
                 outcome = self._lead(lambda: self._run_training(args, kwargs, factor), batch)
             else:
                 outcome = self._follow(batch)
+        if self._commit:
+            commit_all(self.module)
         loss, extra, logs = outcome
         replay(self.module, logs, self._mirrors)
         installing = stash.as_loss(loss.to(self.engine.device), factor)

@@ -1,6 +1,9 @@
-"""The plan of a run: the user's, the last run's if it still fits, or a new one from fresh measurements."""
+"""The plan of a run: the user's, the last run's if it still fits, or a new one from measurements."""
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,8 +11,12 @@ import torch
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.session import Engine
+from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.planner.search import make_plan
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import DeviceProfile, Profile
+from lightning_hetpipe.profiling.cache import processor_name
+from lightning_hetpipe.profiling.device import profile_device
 from lightning_hetpipe.strategy.capture import Captured
 from lightning_hetpipe.strategy.discovery import find_cluster
 from lightning_hetpipe.strategy.exchange import Exchange
@@ -18,6 +25,9 @@ from lightning_hetpipe.tracing import Traced
 
 log = logging.getLogger(__name__)
 
+Context = Callable[[], AbstractContextManager[Any]]
+_N_SIZES = 4  # measured micro-batch sizes, up to the whole batch
+
 
 def choose_plan(
     options: Options,
@@ -25,11 +35,13 @@ def choose_plan(
     exchange: Exchange,
     traced: Traced,
     captured: Captured,
+    context: Context,
     last: Plan | None,
 ) -> Plan:
     """The plan of this run, equal on all ranks. Called on all ranks.
 
     Args:
+        context: Entered around each forward, such as autocast.
         last: The plan of an earlier run of this strategy; used again for the same model and batch.
 
     Raises:
@@ -39,20 +51,41 @@ def choose_plan(
     if options.plan is not None:
         options.plan.check_graph(traced.graph)
         return options.plan
-    if (
-        last is not None
-        and last.graph_fingerprint == traced.graph.fingerprint
-        and last.batch_size == captured.batch_size
-    ):
+    fingerprint = traced.graph.fingerprint
+    if last is not None and (last.graph_fingerprint, last.batch_size) == (fingerprint, captured.batch_size):
         return last
     cluster = options.cluster or find_cluster(exchange, engine.device)
-    profile = options.profile or _measure(engine, exchange, traced, captured, cluster, options.micro_batch)
+    profile = options.profile or _profile(engine, exchange, traced, captured, context, cluster)
+    if profile.graph.fingerprint != fingerprint:
+        raise PlanError(
+            f"the profile is of another model (fingerprint {profile.graph.fingerprint}, this one has "
+            f"{fingerprint}): measure again, or leave profile= out"
+        )
     text = exchange.lead(lambda: _make(options, profile, cluster, captured.batch_size).to_json())
     plan = Plan.from_json(text)
-    plan.check_graph(traced.graph)
-    if exchange.leads:
-        _record(options, plan, profile)
+    if exchange.leads and options.run_dir is not None:
+        options.run_dir.mkdir(parents=True, exist_ok=True)
+        plan.save(options.run_dir / "plan.json")
+        profile.save(options.run_dir / "profile.json")
     return plan
+
+
+def _profile(
+    engine: Engine,
+    exchange: Exchange,
+    traced: Traced,
+    captured: Captured,
+    context: Context,
+    cluster: Cluster,
+) -> Profile:
+    """What every rank measures of its own device, or keeps from an earlier run, and the links between them."""
+    devices = exchange.agree(lambda: _measure(engine, exchange, traced, captured, context, cluster))
+    return Profile(
+        traced.graph,
+        tuple(devices),
+        links=engine.measure_links(cluster),
+        environment={"torch": torch.__version__, "processor": processor_name()},
+    )
 
 
 def _measure(
@@ -60,59 +93,53 @@ def _measure(
     exchange: Exchange,
     traced: Traced,
     captured: Captured,
+    context: Context,
     cluster: Cluster,
-    micro_batch: int | None,
-) -> Profile:
-    """Every rank measures its own device; all get the whole profile."""
-    from lightning_hetpipe.profiling.measure import measure_device
-
+) -> DeviceProfile:
+    """This rank's device; the whole module is on it meanwhile."""
     device = cluster.devices[exchange.rank]
-    emulator = Emulator(device)
+    if exchange.leads:
+        log.info("measuring %d layers on %d devices", len(traced.graph), len(cluster.devices))
     args, kwargs = captured.arguments(engine.device)
-    inputs = traced.bind(args, kwargs)
-    sizes = _sizes(captured.batch_size, micro_batch)
+    traced.module.to(engine.device)
+    training = traced.module.training
+    traced.module.train()
+    try:
+        return profile_device(
+            traced,
+            traced.bind(args, kwargs),
+            _sizes(captured.batch_size),
+            device,
+            section=Emulator(device).section,
+            context=context,
+        )
+    finally:
+        traced.module.train(training)
 
-    def work() -> DeviceProfile:
-        return measure_device(traced, inputs, sizes, device.name, stretch=emulator.section)
 
-    return Profile(traced.graph, tuple(exchange.agree(work)), environment={"torch": torch.__version__})
-
-
-def _sizes(batch_size: int, micro_batch: int | None) -> tuple[int, ...]:
-    """Micro-batch sizes worth measuring: powers of two up to the batch, or around the one that is asked for."""
-    if micro_batch is not None:
-        return (min(micro_batch, batch_size),)
-    sizes = [2**k for k in range(batch_size.bit_length()) if 2**k <= batch_size]
-    return tuple(sizes[-5:])
+def _sizes(batch_size: int) -> tuple[int, ...]:
+    """Micro-batch sizes to measure: the whole batch, halved a few times."""
+    return tuple(sorted({max(1, batch_size >> k) for k in range(_N_SIZES)}))
 
 
 def _make(options: Options, profile: Profile, cluster: Cluster, batch_size: int) -> Plan:
-    from lightning_hetpipe.planner.search import make_plan
-
-    arguments: dict[str, Any] = {}
-    if not _is_movable(cluster):
-        arguments["pinned_last"] = cluster.devices[0].name
-    return make_plan(
+    merge: Any = options.merge
+    plan = make_plan(
         profile,
         cluster,
         batch_size,
         micro_batch="auto" if options.micro_batch is None else options.micro_batch,
         schedule=options.schedule,
-        merge=options.merge,
-        **arguments,
+        merge=merge,
+        pinned_last=None if _is_movable(cluster) else cluster.devices[0].name,
     )
+    # A process cannot become another machine: where devices are real, rank i stays device i.
+    return plan if _is_movable(cluster) else replace(plan, cluster=cluster)
 
 
 def _is_movable(cluster: Cluster) -> bool:
     """True where any process can stand for any device: all are emulated on one host."""
-    return all(device.emulation is not None for device in cluster.devices) and (
-        len({device.host for device in cluster.devices}) == 1
+    return (
+        all(device.emulation is not None for device in cluster.devices)
+        and len({device.host for device in cluster.devices}) == 1
     )
-
-
-def _record(options: Options, plan: Plan, profile: Profile) -> None:
-    log.info("plan: %s", plan.reason)
-    if options.run_dir is not None:
-        options.run_dir.mkdir(parents=True, exist_ok=True)
-        plan.save(options.run_dir / "plan.json")
-        profile.save(options.run_dir / "profile.json")

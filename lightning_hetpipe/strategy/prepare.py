@@ -6,11 +6,13 @@ rank 0   plan ──► every rank
 all      keep own tensors, build own stage
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.runtime import SharedGradients
@@ -19,6 +21,7 @@ from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.schedule import make_schedule
 from lightning_hetpipe.schedule.action import Schedule
+from lightning_hetpipe.stage.norm import convert_norm, small_batch_advice
 from lightning_hetpipe.strategy import hooks
 from lightning_hetpipe.strategy.capture import Capture, Captured
 from lightning_hetpipe.strategy.clipping import install_clipping, warn_of_own_clipping
@@ -38,6 +41,8 @@ from lightning_hetpipe.strategy.planning import choose_plan
 from lightning_hetpipe.strategy.precision import prepare_precision
 from lightning_hetpipe.strategy.steps import StandIn
 from lightning_hetpipe.tracing import Traced, trace
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,13 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
         HetPipeError: The module cannot be traced, no plan fits, or the plan is another model's.
     """
     name, pipelined = find_pipelined(run.module, run.options.module)
+    convert_norm(pipelined, run.options.norm)
     stand_in = StandIn(pipelined, _label(run.module, name))
     captured: Captured = run.exchange.lead(lambda: capture(stand_in))
     traced = _trace(run, pipelined, captured)
-    plan = choose_plan(run.options, run.engine, run.exchange, traced, captured, plan)
+    context = run.precision.forward_context
+    plan = choose_plan(run.options, run.engine, run.exchange, traced, captured, context, plan)
+    _say(run, pipelined, plan)
     run.engine.cluster = plan.cluster
     run.engine.emulator = Emulator(plan.cluster.devices[run.exchange.rank])
     owners = _owners(run.module, name, traced, plan)
@@ -92,10 +100,14 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     def at_close(whole: bool) -> None:
         hooks.remove(run.module)
         restore_clipping()
+        if run.options.norm != "group":
+            convert_norm(pipelined, "keep")
+        run.engine.emulator.lift_memory_limit()
         if whole:
             for each in (run.module, *copies):
                 gather(each, owners, run.exchange.rank, run.group)
 
+    run.engine.emulator.limit_memory()
     pipeline = Pipeline(
         run.module,
         stand_in,
@@ -104,12 +116,21 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
         run.engine,
         run.exchange,
         loss_reduction=run.options.loss_reduction,
-        context=run.precision.forward_context,
+        context=context,
+        commit=run.options.norm == "deferred",
         at_close=at_close,
     )
     stand_in.install()
     hooks.install(run.module, pipeline.lead_hook, run.is_overridden)
     return pipeline
+
+
+def _say(run: Run, pipelined: Any, plan: Plan) -> None:
+    """Shows the plan, and what it means for BatchNorm."""
+    rank_zero_info(f"{plan.table()}\nwhy: {plan.why()}")
+    advice = small_batch_advice(pipelined, plan.micro_batch)
+    if advice is not None and run.exchange.leads:
+        log.warning(advice)
 
 
 def _label(module: Any, name: str) -> str:
