@@ -145,6 +145,7 @@ def finish(setting: Setting, plan: Plan, images_per_s_bound: float) -> Plan:
     cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
     timeline = simulate_schedule(schedule_of(plan, setting.profile.graph), cost.seconds, cost.transfer)
     step_s = timeline.step_s + cost.optimizer_s()
+    seconds = [cost.stage_seconds(stage, plan.micro_batch) for stage in range(len(plan.stages))]
     return replace(
         plan,
         prediction=Prediction(
@@ -152,6 +153,9 @@ def finish(setting: Setting, plan: Plan, images_per_s_bound: float) -> Plan:
             images_per_s=plan.batch_size / step_s,
             busy=tuple(timeline.busy[ranks[0]] for ranks in plan.ranks_of_stage),
             memory_bytes=cost.memory_bytes(),
+            forward_s=tuple(forward for forward, _ in seconds),
+            backward_s=tuple(backward for _, backward in seconds),
+            cut_bytes=cost.entering_bytes(plan.micro_batch),
             lower_bound_s=cost.lower_bound_s(),
             images_per_s_bound=images_per_s_bound,
         ),

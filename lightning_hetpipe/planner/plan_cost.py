@@ -154,6 +154,13 @@ class PlanCost:
             self._bytes[key] = sum(self.graph.value(name).size_bytes(size) for name in names)
         return self._bytes[key]
 
+    def entering_bytes(self, size: int) -> tuple[int, ...]:
+        """Forward bytes that each stage receives for one micro-batch, from all its sources."""
+        entering = [0.0] * len(self.plan.stages)
+        for source, target in self._routes:
+            entering[target] += self.message_bytes(source, target, Kind.SEND_F, size)
+        return tuple(round(size_bytes) for size_bytes in entering)
+
     def link(self, source: int, target: int) -> Link:
         """The link between two ranks."""
         found = self._links.get((source, target))

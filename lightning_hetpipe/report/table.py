@@ -76,19 +76,17 @@ def profile_table(profile: Profile, micro_batch: int | None = None) -> Table:
             layer.name,
             layer.operation,
             format_bytes(layer.parameter_bytes) if layer.parameter_bytes else "-",
-            *(
-                f"{format_seconds(forward[i])} + {format_seconds(backward[i])}"
-                for forward, backward in tables
-            ),
+            *(format_seconds(forward[i] + backward[i]) for forward, backward in tables),
         )
         for i, layer in enumerate(profile.graph.layers)
     ]
     totals = (
         f"{format_seconds(sum(forward))} + {format_seconds(sum(backward))}" for forward, backward in tables
     )
-    rows.append(("all", "", format_bytes(sum(x.parameter_bytes for x in profile.graph.layers)), *totals))
+    weights = format_bytes(sum(layer.parameter_bytes for layer in profile.graph.layers))
+    rows.append(("all, forward + backward", "", weights, *totals))
     return _table(
-        f"{profile.origin} profile, micro-batch of {size}: forward + backward",
+        f"{profile.origin} profile, micro-batch of {size}",
         ("layer", "operation", "weights", *(device.device for device in profile.devices)),
         rows,
     )

@@ -78,7 +78,7 @@ def _profile(
     context: Context,
     cluster: Cluster,
 ) -> Profile:
-    """What every rank measures of its own device, or keeps from an earlier run, and the links between them."""
+    """What every rank measured of its own device, now or in an earlier run, and the links between them."""
     devices = exchange.agree(lambda: _measure(engine, exchange, traced, captured, context, cluster))
     return Profile(
         traced.graph,

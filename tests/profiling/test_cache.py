@@ -177,6 +177,12 @@ def test_a_device_that_was_throttled_meanwhile_is_measured_again_and_both_paces_
     assert cached_device_profile(KEY, refuse, tmp_path, reference=lambda: 0.05) == figures(0.1)
 
 
+def test_a_busy_moment_is_not_taken_for_another_pace(tmp_path):
+    cached_device_profile(KEY, lambda: figures(0.1), tmp_path, reference=lambda: 0.05)
+    readings = iter([0.2, 0.05])
+    assert cached_device_profile(KEY, refuse, tmp_path, reference=lambda: next(readings)) == figures(0.1)
+
+
 def test_only_the_paces_met_last_are_kept(tmp_path):
     for pace in range(cache.MAX_ENTRIES + 3):
         cached_device_profile(KEY, lambda: figures(0.1), tmp_path, reference=lambda pace=pace: 2.0**pace)

@@ -105,5 +105,5 @@ def test_a_profile_shows_each_layer_and_the_sum_per_device():
     device = DeviceProfile("cpu", (1, 2), ((0.1, 0.2), (0.3, 0.6)), ((0.2, 0.4), (0.6, 1.2)))
     shown = text(profile_table(Profile(graph, (device,))))
     assert "micro-batch of 2" in shown
-    assert "200 ms + 400 ms" in shown
+    assert "600 ms" in shown
     assert "800 ms + 1.60 s" in shown
