@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ _REPEATS = 5
 _REST_S = 0.001  # long enough for a receiver to fall asleep in its wait, as it does in a pipeline
 _FASTEST_S_PER_BYTE = 1e-13
 
+T = TypeVar("T")
 Pair = tuple[int, int]
 Times = dict[int, list[float]]  # by size in bytes
 
@@ -296,9 +297,10 @@ def _tell_all(control: Control, value: Any) -> Any:
     return control.share(None if values is None else Message(object=values)).object
 
 
-def _lead(control: Control, make: Callable[[], Any]) -> Any:
+def _lead(control: Control, make: Callable[[], T]) -> T:
     """What rank 0 makes, on every rank."""
-    return control.share(Message(object=make()) if control.rank == 0 else None).object
+    made: T = control.share(Message(object=make()) if control.rank == 0 else None).object
+    return made
 
 
 def _place() -> Place:
