@@ -31,7 +31,7 @@ PROFILER = 1  # counts the ways of measuring; another one measures again
 FORMAT = 1
 SAME_PACE = 0.15  # relative difference of reference_s within which a kept profile holds
 MAX_ENTRIES = 16
-_TRIES = 3
+_TRIES = 2
 _LOCK_S = 10.0
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 Section = Callable[[], AbstractContextManager[Any]]
 
-_LONG_ENOUGH_S = 0.5  # several periods (0.1 s) of a CPU quota
+_WINDOW_S = 0.25  # some periods (0.1 s) of a CPU quota
+_WINDOWS = 3
 _SIDE = {"cpu": 256, "cuda": 4096}  # a product of two such matrices, so often:
 _REPEATS = {"cpu": 60, "cuda": 10}  # about 50 ms on one core of a server CPU, or on its GPU
 
@@ -22,10 +23,11 @@ N_TENSORS, TENSOR_BYTES = 16, 2**20
 
 
 def reference_seconds(device: torch.device, section: Section = nullcontext) -> float:
-    """Seconds of a fixed computation, a mean over half a second or more.
+    """Seconds of a fixed computation.
 
-    A device that is throttled by something nobody declared takes longer than when it was profiled.
-    A mean, because a CPU quota lets some repeats pass at full speed.
+    A device that is throttled by something nobody declared takes longer than when it was profiled. The
+    mean over a window, because a CPU quota lets some repeats pass at full speed; the best of some
+    windows, because other processes disturb.
     """
     side, repeats = (table.get(device.type, table["cpu"]) for table in (_SIDE, _REPEATS))
     left = torch.linspace(-1.0, 1.0, side * side, device=device).view(side, side)
@@ -36,8 +38,12 @@ def reference_seconds(device: torch.device, section: Section = nullcontext) -> f
             torch.mm(left, left, out=product)
 
     _seconds(compute, device, section)
+    return min(_mean(compute, device, section) for _ in range(_WINDOWS))
+
+
+def _mean(compute: Callable[[], object], device: torch.device, section: Section) -> float:
     total_s, count = 0.0, 0
-    while total_s < _LONG_ENOUGH_S:
+    while total_s < _WINDOW_S:
         total_s += _seconds(compute, device, section)
         count += 1
     return total_s / count

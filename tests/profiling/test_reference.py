@@ -32,10 +32,16 @@ def one_thread():
 
 
 def test_the_reference_is_computed_within_the_section_and_takes_its_time(monkeypatch):
-    monkeypatch.setattr(reference, "_LONG_ENOUGH_S", 0.1)
+    monkeypatch.setattr(reference, "_WINDOW_S", 0.1)
     sections = Sections(pause_s=0.2)
     assert reference_seconds(CPU, sections) > 0.2
-    assert sections.count == 2  # a warm-up, and one that is long enough
+    assert sections.count == 1 + reference._WINDOWS  # a warm-up, then one fills a window
+
+
+def test_other_processes_that_disturb_a_while_do_not_count(monkeypatch):
+    readings = iter([9.0, 0.3, 0.9, 0.1, 0.1, 0.1])  # the warm-up, then windows of 0.25 s or more
+    monkeypatch.setattr(reference, "_seconds", lambda compute, device, section: next(readings))
+    assert reference_seconds(CPU) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +71,7 @@ def test_half_precision_parameters_are_measured_by_their_own_bytes():
 
 
 def test_measuring_draws_no_random_numbers(monkeypatch):
-    monkeypatch.setattr(reference, "_LONG_ENOUGH_S", 1e-6)
+    monkeypatch.setattr(reference, "_WINDOW_S", 1e-6)
     before = torch.get_rng_state()
     reference_seconds(CPU)
     optimizer_s_per_byte(torch.optim.SGD, {"lr": 0.1}, device=CPU, repeats=1)
