@@ -30,8 +30,8 @@ from lightning_hetpipe.tracing import TensorSpec
 
 SIZES_BYTES = (2**10, 2**13, 2**16, 2**19, 2**22)
 PAIRS_PER_CLASS = 3  # measured; the others are alike
-BUDGET_S = 0.5  # per direction, unless the first two sizes take longer
-_REPEATS = 5
+BUDGET_S = 0.5  # per direction, once the bandwidth shows in the times
+_LEAST, _MOST = 2, 5  # messages of one size
 _REST_S = 0.001  # long enough for a receiver to fall asleep in its wait, as it does in a pipeline
 _FASTEST_S_PER_BYTE = 1e-13
 
@@ -117,17 +117,17 @@ def _measure(
 
 
 def _send(line: "_Line") -> Sent:
-    """Sends messages of growing size while the budget lasts."""
+    """Sends messages of growing size until the budget is spent."""
     found = Sent({}, {})
     warm_s = _round_trip(line, SIZES_BYTES[0], 1)[1][0]
     begun_s = time.monotonic()
     for index, size in enumerate(SIZES_BYTES):
         left_s = BUDGET_S - (time.monotonic() - begun_s)
         expected_s = _expected(found, size, warm_s)
-        if index > 1 and expected_s > left_s:
+        if index > 1 and _LEAST * expected_s > left_s and _shows_bandwidth(found):
             break
         share = 1.0 if size == SIZES_BYTES[-1] else 0.5
-        repeats = min(_REPEATS, max(int(share * left_s / expected_s), 1 if index > 1 else 2))
+        repeats = min(_MOST, max(int(share * left_s / expected_s), _LEAST))
         found.at_s[size], found.trip_s[size] = _round_trip(line, size, repeats)
     line.send("order", torch.zeros(2, dtype=torch.int64))
     line.receive("ack", _ORDER)
@@ -199,9 +199,15 @@ def _layout(spec: TensorSpec, edge: Edge) -> Layout:
     return Layout.of(("x",), {"x": spec}, stamped=edge.stamped)
 
 
+def _shows_bandwidth(found: Sent) -> bool:
+    """Whether size makes a difference beside the latency; the next size takes a few round trips otherwise."""
+    trips = list(found.trip_s.values())
+    return statistics.median_low(trips[-1]) > 1.5 * statistics.median_low(trips[0])
+
+
 def _expected(found: Sent, size: int, warm_s: float) -> float:
     """Seconds of a round trip of that size, from the last two sizes."""
-    known = [(done, statistics.median(trips)) for done, trips in found.trip_s.items()]
+    known = [(done, statistics.median_low(trips)) for done, trips in found.trip_s.items()]
     if not known:
         return warm_s + _REST_S
     if len(known) == 1:
@@ -243,7 +249,7 @@ def _fit(sent: Sent, taken: Times, one_clock: bool) -> tuple[float, float]:
         times, share = one_way, 1.0
     else:
         times, share = sent.trip_s, 0.5
-    fixed_s, s_per_byte = fit_line({size: statistics.median(row) for size, row in times.items()})
+    fixed_s, s_per_byte = fit_line({size: statistics.median_low(row) for size, row in times.items()})
     return share * fixed_s, 1 / max(s_per_byte, _FASTEST_S_PER_BYTE)
 
 

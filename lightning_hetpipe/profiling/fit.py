@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-_TOLERANCE = 0.1  # relative residuals beyond it count linearly, not squared (Huber)
+_TOLERANCE = 0.1  # relative residuals well beyond it hardly count (Cauchy's weights)
 _ROUNDS = 10
 
 
@@ -30,7 +30,7 @@ def fit_line(seconds: Mapping[int, float]) -> tuple[float, float]:
     for _ in range(_ROUNDS):
         expected = line[0] + line[1] * sizes
         residuals = np.abs(times - expected) / expected
-        weights = 1 / np.sqrt(np.maximum(1.0, residuals / _TOLERANCE)) / expected
+        weights = 1 / np.sqrt(1 + np.square(residuals / _TOLERANCE)) / expected
         line = _least_squares(sizes, times, weights)
     return float(line[0]), float(line[1])
 

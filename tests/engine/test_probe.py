@@ -1,3 +1,4 @@
+import os
 from typing import Any
 
 import pytest
@@ -8,8 +9,6 @@ from lightning_hetpipe.engine import probe
 from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.errors import RankFailedError
 from tests.helpers.outcomes import outcomes, values
-
-SLOW = Link(20e-3, 1e6, emulated=True)
 
 
 def cluster(n: int, *links: Link) -> Cluster:
@@ -35,13 +34,16 @@ def directed(source: str, target: str, latency_s: float, bytes_per_s: float) -> 
     return Link(latency_s, bytes_per_s, source, target, emulated=True)
 
 
+PATIENT = {"BUDGET_S": 1.5}  # more repeats: exact figures are asked for, whatever else runs here
+
+
 def close_to(expected: float) -> Any:
     return pytest.approx(expected, rel=0.25)
 
 
 def test_latency_and_bandwidth_of_a_slow_link_are_found_each_way() -> None:
     lab = cluster(2, directed("d0", "d1", 20e-3, 1e6), directed("d1", "d0", 60e-3, 4e6))
-    links = measured(lab)
+    links = measured(lab, PATIENT)
     assert links["d0", "d1"].latency_s == close_to(20e-3)
     assert links["d0", "d1"].bandwidth_bytes_per_s == close_to(1e6)
     assert links["d1", "d0"].latency_s == close_to(60e-3)
@@ -49,14 +51,12 @@ def test_latency_and_bandwidth_of_a_slow_link_are_found_each_way() -> None:
 
 
 def another_clock_on_every_rank() -> probe.Place:
-    import os
-
     return probe.Place("one machine", f"clock of {os.getpid()}", "")
 
 
 def test_without_a_common_clock_both_directions_share_the_latency_and_keep_their_bandwidths() -> None:
     lab = cluster(2, directed("d0", "d1", 20e-3, 1e6), directed("d1", "d0", 60e-3, 4e6))
-    links = measured(lab, {"_place": another_clock_on_every_rank})
+    links = measured(lab, PATIENT | {"_place": another_clock_on_every_rank})
     assert links["d0", "d1"].latency_s == close_to(40e-3)
     assert links["d1", "d0"].latency_s == close_to(40e-3)
     assert links["d0", "d1"].bandwidth_bytes_per_s == close_to(1e6)
