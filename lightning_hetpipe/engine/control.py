@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
+from lightning_hetpipe.engine.c10d import Group, PrefixStore, Store, Work, gloo_device, gloo_group
 from lightning_hetpipe.engine.sockets import Sockets
 from lightning_hetpipe.engine.watch import SILENT_S, Failure, Watch
 from lightning_hetpipe.errors import RankFailedError
@@ -26,12 +26,6 @@ from lightning_hetpipe.errors import RankFailedError
 N_NUMBERS = 16
 _MESSAGE_BYTES = 8 * (3 + 2 * N_NUMBERS)
 _FIXED, _OBJECT, _GATHER_SIZE, _GATHER = range(4)  # tags
-
-
-class Work(Protocol):
-    """A transfer under way, as torch.distributed returns it."""
-
-    def wait(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ class Control:
         self._held: list[tuple[Work, Tensor, int]] = []
         self._posted: tuple[Work, Tensor] | None = None
         self.store: Store | None = None
-        self._group: ProcessGroupGloo | None = None
+        self._group: Group | None = None
         self._watch: Watch | None = None
         if world_size == 1:
             return
@@ -93,25 +87,16 @@ class Control:
             on_failure=self.sockets.shut_down,
         )
         self._watch.start()
-        self._device = ProcessGroupGloo.create_default_device()
+        self._device = gloo_device()
         self._group = self.create_group("control", tuple(range(world_size)))
         self._post()
 
-    def create_group(self, name: str, ranks: tuple[int, ...]) -> ProcessGroupGloo:
-        """A gloo group of these ranks; all of them call this in the same order of names.
-
-        The group is this engine's alone: neither WORLD nor torch's registry knows it, so dropping the
-        last reference closes it.
-        """
+    def create_group(self, name: str, ranks: tuple[int, ...]) -> Group:
+        """A gloo group of these ranks; all of them call this in the same order of names."""
         assert self.store is not None
-        options = ProcessGroupGloo._Options()
-        options._devices = [self._device]
-        options._threads = 1
-        options._timeout = timedelta(seconds=self.timeout_s)
+        store = PrefixStore(name, self.store)
         with self.naming(None, f"joining group {name}"), self.sockets.record():
-            return ProcessGroupGloo(
-                PrefixStore(name, self.store), ranks.index(self.rank), len(ranks), options
-            )
+            return gloo_group(store, ranks.index(self.rank), len(ranks), self._device, self.timeout_s)
 
     @property
     def doing(self) -> str:
@@ -137,7 +122,7 @@ class Control:
                 raise ValueError("rank 0 shares a message, the others receive it")
             self._send_to_all(message)
             return message
-        assert self._group is not None and self._posted is not None
+        assert self._posted is not None
         work, buffer = self._posted
         self.wait(work, 0, "the next header or footer")
         received, size_bytes = _decode(buffer)
@@ -232,8 +217,8 @@ class Control:
         overdue = "timed out" in str(error).lower()
         # A rank whose wait is overdue closes its connections; the rank it waited for is to be named first.
         cause = self._watch.cause(2 * SILENT_S if overdue else 3 * SILENT_S)
-        if cause is None and peer is None:
-            cause = Failure(self.rank, f"{expected}: {error}".splitlines()[0], lost=False)
+        if peer is None:
+            cause = cause or Failure(self.rank, f"{expected}: {error}".splitlines()[0], lost=False)
         elif cause is None:
             what = f"let rank {self.rank} wait for {self.timeout_s:g} s, though its process runs"
             cause = Failure(peer, what if overdue else f"closed its connection to rank {self.rank}", expected)

@@ -1,8 +1,8 @@
 """Makes a slower, smaller device out of a CPU, and a slower link out of loopback.
 
-    compute   |####|                     cpu seconds c
-    section   |####|..sleep..|           wall seconds c / speed
-    message   sent ──► |start ... bytes/bandwidth ... |latency| may be consumed (the stamp)
+compute   |####|                     cpu seconds c
+section   |####|..sleep..|           wall seconds c / speed
+message   sent ──► |start ... bytes/bandwidth ... |latency| may be consumed (the stamp)
 """
 
 import contextlib
@@ -61,12 +61,16 @@ class Emulator:
             self._overshoot_s += self._clock() - begun_s - pause_s
         self._overshoot_s = max(0.0, self._overshoot_s - paid_s)
 
-    def limit_memory(self) -> None:
-        """Caps what this process may allocate on top of what it has (``RLIMIT_DATA``)."""
+    def limit_memory(self, held_bytes: int = 0) -> None:
+        """Caps what this process may allocate on top of what it has (``RLIMIT_DATA``).
+
+        Args:
+            held_bytes: What it has already and the device's memory must hold too: its stage's parameters.
+        """
         if self.memory_bytes is None:
             return
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        soft = status_bytes("VmData") + self.memory_bytes
+        soft = status_bytes("VmData") + max(0, self.memory_bytes - held_bytes)
         resource.setrlimit(resource.RLIMIT_DATA, (soft if hard < 0 else min(soft, hard), hard))
         self._limited = True
 

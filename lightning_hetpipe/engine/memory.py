@@ -33,7 +33,8 @@ def tune_allocator() -> bool:
         (_M_TRIM_THRESHOLD, _NEVER_TRIM),
         (_M_TOP_PAD, 2**20),
     )
-    return all([bool(mallopt(ctypes.c_int(key), ctypes.c_int(value))) for key, value in settings])
+    taken = [mallopt(ctypes.c_int(key), ctypes.c_int(value)) for key, value in settings]
+    return all(taken)
 
 
 def return_freed_memory() -> None:

@@ -124,6 +124,6 @@ class Layout:
 def _check(entry: Entry, value: Tensor, sender: str) -> None:
     if tuple(value.shape) != entry.shape or value.dtype != entry.dtype:
         raise StepError(
-            f"{sender} made {entry.name!r} with shape {tuple(value.shape)} and dtype {value.dtype}, but the "
-            f"plan says {entry.shape} and {entry.dtype}: shapes and dtypes must follow from those of the inputs"
+            f"{sender} made {entry.name!r} with shape {tuple(value.shape)} and dtype {value.dtype}, but "
+            f"the plan says {entry.shape} and {entry.dtype}: both must follow from the shapes of the inputs"
         )

@@ -20,7 +20,9 @@ def taken_sends(schedule: Schedule, rank: int) -> list[tuple[Action, ...]]:
         ScheduleError: The actions wait for each other in a circle.
     """
     position = {
-        (holder, action): index for holder, row in enumerate(schedule.actions) for index, action in enumerate(row)
+        (holder, action): index
+        for holder, row in enumerate(schedule.actions)
+        for index, action in enumerate(row)
     }
     clocks = _clocks(schedule)
     open_sends: list[tuple[Action, list[tuple[int, int]]]] = []
@@ -34,7 +36,9 @@ def taken_sends(schedule: Schedule, rank: int) -> list[tuple[Action, ...]]:
         if action.kind.is_send:
             assert action.peer is not None
             receive = action.counterpart
-            open_sends.append((action, [(peer, position[peer, receive]) for peer in schedule.ranks(action.peer)]))
+            open_sends.append(
+                (action, [(peer, position[peer, receive]) for peer in schedule.ranks(action.peer)])
+            )
     return proved
 
 

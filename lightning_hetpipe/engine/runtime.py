@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from lightning_hetpipe.engine.control import Control
 from lightning_hetpipe.engine.emulate import Emulator
@@ -236,7 +235,7 @@ class Runtime:
         with self._emulator.section():
             if stage == self._last:
                 # The step behind the module may share its graph with the step before it.
-                step.weighted.pop(m).backward(retain_graph=self._reader_learns(step, m))
+                torch.autograd.backward([step.weighted.pop(m)], retain_graph=self._reader_learns(step, m))
             else:
                 pairs = [(made[name], grad) for name, grad in arrived.items() if made[name].requires_grad]
                 if pairs:
@@ -299,7 +298,9 @@ class Runtime:
             for row in schedule.actions:
                 for action in row:
                     if action.kind not in self._run:
-                        raise UnsupportedError(f"the runtime runs whole backwards (B); {action} is a part of one")
+                        raise UnsupportedError(
+                            f"the runtime runs whole backwards (B); {action} is a part of one"
+                        )
             self._taken[key] = schedule, taken_sends(schedule, self._control.rank)
         return self._taken[key][1]
 
@@ -316,7 +317,7 @@ class _Enter(torch.autograd.Function):
         return value.data
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
         ctx.gradients[ctx.name] = grad
         return None, None, None, None
 

@@ -1,9 +1,9 @@
 """The engine of one rank: set up once per process, given a plan's stages, then stepped.
 
-    engine = Engine(store, rank, world_size, device=..., timeout_s=...)     all ranks together
-    engine.install(make, routes, ranks_of_stage, {1: stage})               all ranks together, per plan
-    engine.control.share(...)                                              header
-    losses = engine.train_step(specs, reader=reader, weights=weights)      every rank, every step
+engine = Engine(store, rank, world_size, device=..., timeout_s=...)     all ranks together
+engine.install(make, routes, ranks_of_stage, {1: stage})               all ranks together, per plan
+engine.control.share(...)                                              header
+losses = engine.train_step(specs, reader=reader, weights=weights)      every rank, every step
 """
 
 import itertools
@@ -12,12 +12,18 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
 from lightning_hetpipe.cluster import Cluster, Device, Link
+from lightning_hetpipe.engine.c10d import Store
 from lightning_hetpipe.engine.control import Control
 from lightning_hetpipe.engine.emulate import Emulator
-from lightning_hetpipe.engine.memory import peak_memory_bytes
+from lightning_hetpipe.engine.memory import (
+    memory_bytes,
+    peak_memory_bytes,
+    reset_peak,
+    return_freed_memory,
+    tune_allocator,
+)
 from lightning_hetpipe.engine.message import Specs
 from lightning_hetpipe.engine.probe import measure_links
 from lightning_hetpipe.engine.runtime import Context, Reader, Runtime, SharedGradients, Stage
@@ -57,6 +63,11 @@ class Engine:
         own = Device(f"rank{rank}") if cluster is None else cluster.devices[rank]
         self.emulator = Emulator(own)
         self.control = Control(store, rank, world_size, timeout_s=timeout_s, store_rank=store_rank)
+        if self.device.type == "cpu":
+            tune_allocator()
+            if cluster is not None:
+                torch.set_num_threads(own.threads)
+        self._base_bytes = 0
         self._runtime: Runtime | None = None
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._plans = itertools.count()
@@ -116,6 +127,18 @@ class Engine:
             shared=shared,
         )
 
+    def limit_memory(self, held_bytes: int) -> None:
+        """From here on counts this rank's memory, and enforces the emulated limit if there is one.
+
+        Args:
+            held_bytes: What counts of what the process has already: its stage's parameters.
+        """
+        if self.device.type == "cpu":
+            return_freed_memory()
+            self._base_bytes = memory_bytes(self.device) - held_bytes
+            self.emulator.limit_memory(held_bytes)
+        reset_peak(self.device)
+
     def schedule(self, n_micro_batches: int, training: bool) -> Schedule:
         """The installed plan's action lists for so many micro-batches."""
         key = (n_micro_batches, training)
@@ -133,9 +156,7 @@ class Engine:
             weights: Per micro-batch; `sample_weights` for a loss that is a mean.
             reader: On rank 0.
         """
-        return self._installed.run(
-            self.schedule(len(specs), True), specs, reader=reader, weights=weights
-        )
+        return self._installed.run(self.schedule(len(specs), True), specs, reader=reader, weights=weights)
 
     def forward(self, specs: Sequence[Specs], *, reader: Reader | None = None) -> None:
         """The forward of all micro-batches; the reader collects the outputs."""
@@ -144,10 +165,11 @@ class Engine:
     def gather_timeline(self) -> Timeline | None:
         """The spans of the last step and peak memory of all ranks, on rank 0; None on the others.
 
-        Every rank calls it. Times are comparable between ranks of one host.
+        Every rank calls it. Times are comparable between ranks of one host. Memory is what was used on
+        top of what the process had at `limit_memory`, its stage's parameters included.
         """
         spans = self._installed.spans if self._runtime else []
-        parts = self.control.gather((spans, peak_memory_bytes(self.device)))
+        parts = self.control.gather((spans, peak_memory_bytes(self.device) - self._base_bytes))
         if parts is None:
             return None
         every = [span for spans, _ in parts for span in spans]

@@ -10,16 +10,14 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore
 
 from lightning_hetpipe.cluster import Cluster, Link
-from lightning_hetpipe.engine.control import Control, Work
+from lightning_hetpipe.engine.c10d import Group, PrefixStore, Work, nccl_group
+from lightning_hetpipe.engine.control import Control
 from lightning_hetpipe.engine.emulate import LinkClock, wait_until
 from lightning_hetpipe.engine.message import Layout, Specs
 from lightning_hetpipe.errors import UnsupportedError
@@ -72,7 +70,7 @@ class Edge:
         self._wire = device if nccl else _HOST
         self._peer = ranks[1] if ranks[0] == control.rank else ranks[0]
         self._peer_index = ranks.index(self._peer)
-        self._group: Any = (
+        self._group: Group = (
             _nccl_group(control, name, ranks, device) if nccl else control.create_group(name, ranks)
         )
         self._sent: dict[str, tuple[Work, Tensor]] = {}
@@ -258,7 +256,7 @@ def _edges(
             continue
         if any(len(ranks) != 1 for ranks in ends):
             raise UnsupportedError(
-                f"the route from stage {route.source} to {route.target} has several ranks at an end ({ends}); "
+                f"the route from stage {route.source} to {route.target} joins several ranks ({ends}); "
                 "give each of these stages one device"
             )
         (sender,), (receiver,) = ends
@@ -275,12 +273,11 @@ def _emulated(cluster: Cluster | None, ranks: tuple[int, int]) -> Link | None:
     return link if link.emulated else None
 
 
-def _nccl_group(control: Control, name: str, ranks: tuple[int, int], device: torch.device) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=control.timeout_s)
+def _nccl_group(control: Control, name: str, ranks: tuple[int, int], device: torch.device) -> Group:
+    assert control.store is not None
     store = PrefixStore(f"nccl/{name}", control.store)
     with control.naming(None, f"joining group {name}"):
-        return dist.ProcessGroupNCCL(store, ranks.index(control.rank), len(ranks), options)
+        return nccl_group(store, ranks.index(control.rank), len(ranks), device, control.timeout_s)
 
 
 @dataclass(frozen=True)

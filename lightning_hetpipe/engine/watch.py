@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import Store
-
+from lightning_hetpipe.engine.c10d import Store
 from lightning_hetpipe.errors import ScheduleError
 from lightning_hetpipe.schedule.action import Action
 

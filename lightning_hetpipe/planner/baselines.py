@@ -6,7 +6,14 @@ from functools import cache
 import numpy as np
 
 from lightning_hetpipe.errors import PlanError
-from lightning_hetpipe.planner.candidates import Candidate, Setting, batch_bytes, fastest, make_candidates
+from lightning_hetpipe.planner.candidates import (
+    Candidate,
+    Setting,
+    batch_bytes,
+    fastest,
+    formula_s,
+    make_candidates,
+)
 from lightning_hetpipe.planner.microbatch import offered
 from lightning_hetpipe.planner.plan_cost import PlanCost, ring, ring_s
 from lightning_hetpipe.planner.split import Even, even_stages
@@ -97,13 +104,12 @@ def even_split(setting: Setting, even: Even, sizes: tuple[int, ...]) -> Baseline
     """All devices in their given order, split without looking at them, at its best micro-batch size."""
     devices = [device.name for device in setting.cluster.devices]
     title = f"even split by {even}"
-    found: list[Candidate] = []
     try:
-        for size in sizes:
-            stages = even_stages(setting.costs(size), devices, even)
-            found += make_candidates(setting, stages, size)
+        splits = {size: even_stages(setting.costs(size), devices, even) for size in sizes}
     except PlanError as error:
         return Baseline(title, np.inf, 0, str(error))
+    ranked = sorted(sizes, key=lambda size: formula_s(setting, splits[size], size))
+    found = next((fit for size in ranked if (fit := list(make_candidates(setting, splits[size], size)))), [])
     if not found:
         return Baseline(title, np.inf, 0, "does not fit in memory")
     best = min(found, key=lambda candidate: candidate.order)

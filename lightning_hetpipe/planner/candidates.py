@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import InfeasibleError
 from lightning_hetpipe.planner.chain import Placement
-from lightning_hetpipe.planner.cost import LayerCosts, safe_k
+from lightning_hetpipe.planner.cost import LayerCosts, one_f_one_b_step_s, safe_k
 from lightning_hetpipe.planner.plan_cost import PlanCost, schedule_of
 from lightning_hetpipe.planner.pools import Pools
 from lightning_hetpipe.planner.simulate import simulate_schedule, step_seconds
@@ -72,6 +72,15 @@ def make_candidates(setting: Setting, stages: Sequence[Stage], micro_batch: int)
             lists = schedule_of(plan, setting.profile.graph, check=False)
             seconds = step_seconds(lists, cost.seconds, cost.transfer)
             yield Candidate(plan, seconds + cost.optimizer_s())
+
+
+def formula_s(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> float:
+    """The closed form of the step, memory aside: for choosing what to simulate."""
+    plan = draft(setting, stages, micro_batch)
+    cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
+    seconds = [sum(cost.stage_seconds(stage, micro_batch)) for stage in range(len(stages))]
+    hops = [sum(hop) for hop in cost.hops(micro_batch)]
+    return one_f_one_b_step_s(seconds, hops, len(cost.slices))
 
 
 def draft(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> Plan:
@@ -144,18 +153,14 @@ def finish(setting: Setting, plan: Plan, images_per_s_bound: float) -> Plan:
     """The plan with its prediction."""
     cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
     timeline = simulate_schedule(schedule_of(plan, setting.profile.graph), cost.seconds, cost.transfer)
-    step_s = timeline.step_s + cost.optimizer_s()
-    seconds = [cost.stage_seconds(stage, plan.micro_batch) for stage in range(len(plan.stages))]
+    step_s, busy = timeline.step_s + cost.optimizer_s(), timeline.busy
     return replace(
         plan,
         prediction=Prediction(
             step_s=step_s,
             images_per_s=plan.batch_size / step_s,
-            busy=tuple(timeline.busy[ranks[0]] for ranks in plan.ranks_of_stage),
+            busy=tuple(busy[ranks[0]] for ranks in plan.ranks_of_stage),
             memory_bytes=cost.memory_bytes(),
-            forward_s=tuple(forward for forward, _ in seconds),
-            backward_s=tuple(backward for _, backward in seconds),
-            cut_bytes=cost.entering_bytes(plan.micro_batch),
             lower_bound_s=cost.lower_bound_s(),
             images_per_s_bound=images_per_s_bound,
         ),

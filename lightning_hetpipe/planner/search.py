@@ -1,6 +1,6 @@
 """Makes a plan: places layers at each promising micro-batch size, simulates the best, explains the winner."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -28,7 +28,7 @@ from lightning_hetpipe.planner.split import Even, even_stages
 from lightning_hetpipe.plans import SCHEDULES, Alternative, Plan, Stage
 from lightning_hetpipe.profiles import Profile
 
-_ACTIONS = 400_000  # actions that re-ranking may simulate per micro-batch size
+_ACTIONS = 60_000  # actions that re-ranking may simulate per micro-batch size
 
 
 def make_plan(
@@ -210,7 +210,8 @@ def _searched(request: _Request, single: Baseline) -> _Found:
         pools = in_order(setting.profile, setting.cluster, request.device_order)
     else:
         pools = make_pools(setting.profile, setting.cluster, pinned_last=request.pinned_last)
-    result, best = _Found(), {}
+    result = _Found()
+    best: dict[int, float] = {}
     alone = single.candidate
     may_be_alone = request.stages in (None, 1) and request.device_order is None
     if alone and may_be_alone and request.micro_batch in ("auto", alone.plan.micro_batch):
@@ -218,7 +219,7 @@ def _searched(request: _Request, single: Baseline) -> _Found:
 
     def visit(size: int) -> float:
         if size not in best:
-            candidates, gap = _placed(request, pools, size)
+            candidates, gap = _placed(request, pools, size, 1.05 * min(best.values(), default=np.inf))
             result.found += candidates
             best[size] = min((candidate.step_s for candidate in candidates), default=np.inf)
             if best[size] <= min(best.values()):
@@ -258,7 +259,7 @@ def _square_root_size(setting: Setting, plan: Plan) -> float:
     return best_size(plan.batch_size, figures(small), figures(min(2 * small, plan.batch_size)))
 
 
-def _placed(request: _Request, pools: Pools, size: int) -> tuple[list[Candidate], float]:
+def _placed(request: _Request, pools: Pools, size: int, upper_s: float) -> tuple[list[Candidate], float]:
     """The best placements at one micro-batch size, as simulated plans, and the search's gap."""
     setting = request.setting
     chain = make_chain(
@@ -270,13 +271,15 @@ def _placed(request: _Request, pools: Pools, size: int) -> tuple[list[Candidate]
         n_stages=request.stages,
     )
     candidates: list[Candidate] = []
-    gap = 0.0
     seen: set[tuple[Stage, ...]] = set()
+    gap = 0.0
     for depth in _depths(request, chain):
         if depth == "serial" and candidates:
             break
-        placements = _place(chain.with_depth(depth))
+        placements = _place(chain.with_depth(depth), upper_s)
         gap = max(gap, placements.gap)
+        if placements.found:
+            upper_s = min(upper_s, placements.found[0].objective_s)
         for placement in placements.found[: _most(placements, chain.n_micro_batches)]:
             stages = stages_of(placement, pools, setting.cluster, chain.n_layers)
             if stages not in seen:
@@ -285,20 +288,22 @@ def _placed(request: _Request, pools: Pools, size: int) -> tuple[list[Candidate]
     return candidates, gap
 
 
-def _depths(request: _Request, chain: Chain) -> Iterable[Depth]:
-    """What memory must have room for; one search where it always has."""
-    if chain.memory is None:
-        return ("safe",)
-    by_schedule: dict[str, tuple[Depth, ...]] = {"gpipe": ("all",), "1f1b": ("safe", "shallow", "serial")}
-    return [depth for name in request.setting.schedules for depth in by_schedule[name]]
+def _depths(request: _Request, chain: Chain) -> tuple[Depth, ...]:
+    """What memory must have room for, the most first; one search where it always has."""
+    if "1f1b" not in request.setting.schedules:
+        return ("all",)
+    return ("safe",) if chain.memory is None else ("safe", "shallow", "serial")
 
 
-def _place(chain: Chain) -> Placements:
+def _place(chain: Chain, upper_s: float) -> Placements:
     """A search as hard as the size of the problem allows."""
     states = float(np.prod(chain.available + 1.0)) * chain.n_choices * chain.n_layers
-    if states <= 1e5:
-        return place(chain, tolerance=0.005)
-    return place(chain, tolerance=0.01, budget=Budget(labels=400, searches=6, slack=0.01))
+    budget = (
+        Budget(searches=30, rounds=6)
+        if states <= 1e5
+        else Budget(labels=250, searches=4, rounds=10, slack=0.01)
+    )
+    return place(chain, tolerance=0.01, upper_s=upper_s, budget=budget)
 
 
 def _most(placements: Placements, n_micro_batches: int) -> int:

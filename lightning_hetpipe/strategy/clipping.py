@@ -85,23 +85,3 @@ def warn_of_own_clipping(module: nn.Module) -> None:
             "torch.nn.utils.clip_grad_norm_ would take each rank's own.",
             type(module).__name__,
         )
-
-
-def merge_gradient_norms(norms: dict[str, Any], group: Group) -> dict[str, Any]:
-    """The union of what Lightning's ``grad_norm`` returned on each rank, with the totals made global.
-
-    A name that several ranks report is a tied parameter: the first rank's value holds.
-    """
-    if group is None:
-        return norms
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, {name: float(value) for name, value in norms.items()}, group=group)
-    union: dict[str, Any] = {}
-    for each in reversed(everyone):
-        union |= each
-    for name in [name for name in union if name.startswith("grad_") and name.endswith("_norm_total")]:
-        prefix = name.removesuffix("_total")
-        norm_type = float(prefix.removeprefix("grad_").removesuffix("_norm"))
-        parts = [value for key, value in union.items() if key.startswith(prefix) and key != name]
-        union[name] = torch.tensor(parts).norm(norm_type)
-    return union

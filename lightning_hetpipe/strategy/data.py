@@ -43,11 +43,11 @@ class AbsentLoader:
             while self._exchange.broadcast():
                 yield AbsentBatch(1)
         else:
-            for _ in range(len(self)):  # type: ignore[arg-type]
+            for _ in range(len(self)):
                 yield AbsentBatch(1)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") or name == "batch_sampler":  # nothing is sampled here
             raise AttributeError(name)
         return getattr(self.__dict__["_loader"], name)
 

@@ -10,7 +10,9 @@ import torch
 
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.engine.emulate import Emulator
+from lightning_hetpipe.engine.memory import tune_allocator
 from lightning_hetpipe.engine.session import Engine
+from lightning_hetpipe.engine.survey import tabulated_sizes
 from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.planner.search import make_plan
 from lightning_hetpipe.plans import Plan
@@ -26,7 +28,6 @@ from lightning_hetpipe.tracing import Traced
 log = logging.getLogger(__name__)
 
 Context = Callable[[], AbstractContextManager[Any]]
-_N_SIZES = 4  # measured micro-batch sizes, up to the whole batch
 
 
 def choose_plan(
@@ -108,18 +109,14 @@ def _measure(
         return profile_device(
             traced,
             traced.bind(args, kwargs),
-            _sizes(captured.batch_size),
+            tabulated_sizes(captured.batch_size),
             device,
             section=Emulator(device).section,
             context=context,
+            settings=f"allocator tuned: {tune_allocator()}",
         )
     finally:
         traced.module.train(training)
-
-
-def _sizes(batch_size: int) -> tuple[int, ...]:
-    """Micro-batch sizes to measure: the whole batch, halved a few times."""
-    return tuple(sorted({max(1, batch_size >> k) for k in range(_N_SIZES)}))
 
 
 def _make(options: Options, profile: Profile, cluster: Cluster, batch_size: int) -> Plan:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.runtime import SharedGradients
@@ -22,7 +22,7 @@ from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.schedule import make_schedule
 from lightning_hetpipe.schedule.action import Schedule
 from lightning_hetpipe.stage.norm import convert_norm, small_batch_advice
-from lightning_hetpipe.strategy import hooks
+from lightning_hetpipe.strategy import hooks, norms
 from lightning_hetpipe.strategy.capture import Capture, Captured
 from lightning_hetpipe.strategy.clipping import install_clipping, warn_of_own_clipping
 from lightning_hetpipe.strategy.exchange import Exchange
@@ -99,6 +99,7 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
 
     def at_close(whole: bool) -> None:
         hooks.remove(run.module)
+        norms.remove(run.module)
         restore_clipping()
         if run.options.norm != "group":
             convert_norm(pipelined, "keep")
@@ -107,7 +108,7 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
             for each in (run.module, *copies):
                 gather(each, owners, run.exchange.rank, run.group)
 
-    run.engine.emulator.limit_memory()
+    run.engine.limit_memory(_held_bytes(run.module))
     pipeline = Pipeline(
         run.module,
         stand_in,
@@ -122,6 +123,7 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     )
     stand_in.install()
     hooks.install(run.module, pipeline.lead_hook, run.is_overridden)
+    norms.install(run.module, run.exchange, run.is_overridden)
     return pipeline
 
 
@@ -150,8 +152,8 @@ def _trace(run: Run, pipelined: Any, captured: Captured) -> Traced:
     fingerprints = run.exchange.agree(work)
     if len(set(fingerprints)) > 1:
         raise PlanError(
-            f"the ranks built different models (fingerprints {', '.join(fingerprints)}): every rank must build "
-            "the same module, whatever its device"
+            f"the ranks built different models (fingerprints {', '.join(fingerprints)}): every rank must "
+            "build the same module, whatever its device"
         )
     return made[0]
 
@@ -203,6 +205,11 @@ def _install(run: Run, traced: Traced, plan: Plan, owners: OwnerMap) -> None:
         shared=shared,
         owners=list(names_of),
     )
+
+
+def _held_bytes(module: Any) -> int:
+    tensors = (*module.parameters(), *module.buffers())
+    return sum(each.numel() * each.element_size() for each in tensors if not each.is_meta)
 
 
 def _shared_names(module: Any, owners: OwnerMap) -> dict[tuple[int, ...], list[str]]:

@@ -50,8 +50,7 @@ class Saving(_Strategy):
                 f"a checkpoint ({filepath}) was asked for inside a step or hook that runs on rank 0 only, "
                 "but every rank holds a part of the model: save in a callback, or after the run"
             )
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        interrupted = trainer is not None and trainer.state.status == "interrupted"
+        interrupted = self._is_interrupted()
         if self.checkpoint_form == "directory":
             save_sharded(
                 checkpoint, filepath, rank=self.global_rank, group=self._group, interrupted=interrupted
@@ -80,6 +79,11 @@ class Saving(_Strategy):
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             state.load_optimizer_state(optimizer, saved)
         state.restore_rng(checkpoint, self.global_rank, self.world_size)
+
+    def _is_interrupted(self) -> bool:
+        """Whether the run ends by an exception: the other ranks may be gone, or elsewhere."""
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is not None and trainer.state.status == "interrupted"
 
     def _runs_user_code_alone(self) -> bool:
         """Whether the other ranks wait while this one runs user code."""

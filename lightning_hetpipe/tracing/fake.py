@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.node import map_aggregate
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -34,6 +38,45 @@ class Root(nn.Module):
         return body()
 
 
+def keeps_shape(module: nn.Module, state: Mapping[str, Tensor], args: Any, kwargs: Any) -> bool:
+    """Whether a module that looks at its data returns a tensor like the first one it is given.
+
+    Runs it on random numbers and a copy of its state.
+
+    Args:
+        module: Its own parameters and buffers are not used.
+        state: The real ones, by their names below the module.
+        args, kwargs: Fake arguments.
+    """
+
+    def real(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        drawn = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+        return drawn.normal_() if leaf.dtype.is_floating_point else drawn
+
+    first = _first_tensor(args, kwargs)
+    copies = {name: tensor.detach().clone() for name, tensor in state.items()}
+    with torch.no_grad():
+        result = torch.func.functional_call(
+            module, copies, tuple(map(real, args)), {name: real(leaf) for name, leaf in kwargs.items()}
+        )
+    return isinstance(result, Tensor) and (result.shape, result.dtype) == (first.shape, first.dtype)
+
+
+def like_input(module: nn.Module, args: Any, kwargs: Any) -> Tensor:
+    """What a module that keeps shape and dtype returns, and what it keeps for its backward."""
+    value = _first_tensor(args, kwargs)
+    trainable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in module.parameters())
+    if trainable and not value.requires_grad:
+        value = value.detach().requires_grad_()
+    return value * value
+
+
+def _first_tensor(args: Any, kwargs: Any) -> Tensor:
+    return next(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor))
+
+
 class TrainingFlag(int):
     """Stands for ``module.training`` while a forward is traced; remembers whose it is."""
 
@@ -52,6 +95,7 @@ class State:
         self.parameters = {name: TensorSpec.of(tensor) for name, tensor in root.named_parameters()}
         self.buffers = {name: TensorSpec.of(tensor) for name, tensor in root.named_buffers()}
         self.trainable = frozenset(name for name, spec in self.parameters.items() if spec.requires_grad)
+        _start_autograd()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._fakes: tuple[object, dict[str, Tensor]] = (None, {})
 
@@ -73,6 +117,16 @@ class State:
             }
         self._fakes = (key, {**parameters, **buffers})
         return self._fakes[1]
+
+
+def _start_autograd() -> None:
+    """Lets autograd choose its threads before a fake mode pretends that there is an accelerator.
+
+    It chooses once, at the first backward, one thread per device it sees; with any, forked ranks
+    cannot compute gradients.
+    """
+    with torch.enable_grad(), torch.inference_mode(False):
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -146,8 +200,7 @@ def run_fake(
 
 def evaluate(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
     """The result of one node."""
-    arguments: Any = (node.args, dict(node.kwargs))
-    args, kwargs = map_aggregate(arguments, lambda leaf: _plain(leaf, env))
+    args, kwargs = arguments(node, env)
     target: Any = node.target
     with torch.set_grad_enabled(node.meta["grad"]):
         if node.op == "get_attr":
@@ -158,8 +211,21 @@ def evaluate(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
             return getattr(args[0], target)(*args[1:], **kwargs)
         module = root.get_submodule(target)
         if isinstance(module, _BatchNorm) and type(module).__module__.startswith(_KNOWN):
-            return _abridged_norm(module, *args, **kwargs)
-        return module(*args, **kwargs)
+            # torch decomposes a fake batch_norm in Python, at 15 ms a layer.
+            return like_input(module, args, kwargs)
+        try:
+            return module(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if not node.meta.get("keeps_shape"):
+                raise
+            return like_input(module, args, kwargs)
+
+
+def arguments(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
+    """What a node is called with."""
+    nodes: Any = (node.args, dict(node.kwargs))
+    args, kwargs = map_aggregate(nodes, lambda leaf: _plain(leaf, env))
+    return args, kwargs
 
 
 def check_guard(node: fx.Node, value: Any, inputs: Mapping[str, TensorSpec]) -> None:
@@ -178,15 +244,6 @@ def attribute(root: nn.Module, path: str) -> Any:
     for part in path.split("."):
         value = getattr(value, part)
     return value
-
-
-def _abridged_norm(module: _BatchNorm, input: Tensor) -> Tensor:
-    # torch decomposes a fake batch_norm in Python at 15 ms a layer. Its result is like its input, and its
-    # input is what it keeps for the backward: a square does the same.
-    trainable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in module.parameters())
-    if trainable and not input.requires_grad:
-        input = input.detach().requires_grad_()
-    return input * input
 
 
 def _plain(leaf: Any, env: Mapping[fx.Node, Any]) -> Any:

@@ -4,11 +4,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from lightning_hetpipe.graph import READER, Layer, Value
 from lightning_hetpipe.tracing.analysis import Chain, is_carried
 from lightning_hetpipe.tracing.fake import Root
+from lightning_hetpipe.tracing.remedies import relative
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,6 @@ class Names:
                 elif target in self.buffers:
                     buffers[relative(self.buffers[target])] = None
         return Use(tuple(parameters), tuple(buffers))
-
-
-def relative(path: str) -> str:
-    """A path below the root as the pipelined module's user writes it."""
-    return path.removeprefix("module").removeprefix(".")
 
 
 def cuts(chain: Chain) -> list[int]:
@@ -129,10 +125,12 @@ def _targets(root: Root, node: fx.Node) -> list[str]:
 def _main(root: Root, nodes: list[fx.Node]) -> fx.Node:
     """The node that a reader would name the layer after: the one with most parameters, else a module."""
 
-    def weight(node: fx.Node) -> tuple[int, bool]:
+    def weight(node: fx.Node) -> tuple[int, bool, bool]:
+        makes_tensor = isinstance(node.meta["value"], Tensor)
         if node.op != "call_module":
-            return 0, False
-        return sum(tensor.numel() for tensor in root.get_submodule(str(node.target)).parameters()), True
+            return 0, False, makes_tensor
+        module = root.get_submodule(str(node.target))
+        return sum(tensor.numel() for tensor in module.parameters()), True, makes_tensor
 
     return max(nodes, key=weight)
 
@@ -145,13 +143,15 @@ def _operation(root: Root, node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", type(node.target).__name__))
 
 
-def fingerprint_text(graph: fx.Graph, groups: list[list[fx.Node]], specs: Mapping[str, str]) -> str:
+def fingerprint_text(root: Root, groups: list[list[fx.Node]], specs: Mapping[str, str]) -> str:
     """A text that is equal for equal models: structure, constants, shapes and dtypes."""
     lines = [f"{name}: {spec}" for name, spec in specs.items()]
     for nodes in groups:
         lines.append("layer")
         for node in nodes:
             target = node.target if isinstance(node.target, str) else qualified(node.target)
+            if node.op == "call_module":
+                target = f"{target} {root.get_submodule(target)}"
             arguments = [argument.meta["name"] for argument in node.all_input_nodes]
             constants = [repr(leaf) for leaf in _constants((node.args, node.kwargs))]
             lines.append(f"{node.meta['name']} = {target}({arguments}, {constants})")

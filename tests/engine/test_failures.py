@@ -70,7 +70,9 @@ def run(rank: int, store: Store, culprit: int, where: str, how: str, timeout_s: 
             step(engine, toy, (2, 2, 1), True)
             if rank == culprit and where == "footer":
                 trouble.happen()
-            footer = engine.control.share(Message(6, floats=(0.5,), object={"loss": 1}) if rank == 0 else None)
+            footer = engine.control.share(
+                Message(6, floats=(0.5,), object={"loss": 1}) if rank == 0 else None
+            )
             assert footer.object == {"loss": 1}
     except Exception as error:
         engine.fail(error)

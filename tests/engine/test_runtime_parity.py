@@ -26,7 +26,9 @@ def batch_of(n: int) -> torch.Tensor:
     return torch.randn(n, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
-def engine_of(rank: int, store: Store, place: str, schedule: str = "1f1b", timeout_s: float = 20.0) -> tuple[Engine, Toy]:
+def engine_of(
+    rank: int, store: Store, place: str, schedule: str = "1f1b", timeout_s: float = 20.0
+) -> tuple[Engine, Toy]:
     """An engine with the toy's stages installed."""
     n = PLACES[place][0]
     toy = Toy()
@@ -46,7 +48,9 @@ def install(engine: Engine, toy: Toy, place: str, schedule: str) -> None:
     last = len(starts) - 1
     owners = tuple(sorted({ranks_of_stage[0][0], ranks_of_stage[last][0]}))
     tied = len(owners) > 1
-    shared = [SharedGradients(stage, owners, (toy.weights[0],)) for stage in mine if stage in (0, last) and tied]
+    shared = [
+        SharedGradients(stage, owners, (toy.weights[0],)) for stage in mine if stage in (0, last) and tied
+    ]
     routes = GRAPH.routes(starts)
     engine.install(
         lambda m, training: make_schedule(

@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import torch
-import torch.fx.experimental.symbolic_shapes  # the first backward needs it; imported once here, not in each child
+import torch.fx.experimental.symbolic_shapes  # for the first backward; once here, not in each child
 from torch.distributed import Store, TCPStore
 
 

@@ -1,7 +1,7 @@
 """A four-layer model written out by hand: in-place start, a skip, a tied weight, a trainable head.
 
-    reader ──x──► L0 ──a──► L1 ──b──► L2 ──c──► L3 ──► y
-                   └──────────── s ───────────►┘        L0 and L3 share a weight
+reader ──x──► L0 ──a──► L1 ──b──► L2 ──c──► L3 ──► y
+               └──────────── s ───────────►┘        L0 and L3 share a weight
 """
 
 from collections.abc import Mapping

@@ -6,13 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 from lightning_hetpipe.strategy.clipping import (
     clip_grad_norm,
     install_clipping,
-    merge_gradient_norms,
     total_norm,
     warn_of_own_clipping,
 )
@@ -85,19 +83,6 @@ def _plugin(rank: int) -> list[float]:
 
 def test_the_trainers_gradient_clip_val_limits_the_norm_over_all_ranks():
     assert run_ranks(3, _plugin) == [[0.25]] * 3
-
-
-def _norms(rank: int) -> dict[str, float]:
-    model, _, group = on_rank(rank)
-    return {name: float(value) for name, value in merge_gradient_norms(grad_norm(model, 2), group).items()}
-
-
-def test_logged_gradient_norms_are_those_of_the_whole_model_on_every_rank():
-    whole = build()
-    give_gradients(whole)
-    expected = {name: float(value) for name, value in grad_norm(whole, 2).items()}
-    for norms in run_ranks(3, _norms):
-        assert norms == pytest.approx(expected)
 
 
 def test_an_overridden_clipping_hook_is_warned_about(caplog):
