@@ -18,16 +18,20 @@ from lightning_hetpipe.planner.candidates import (
     stages_of,
 )
 from lightning_hetpipe.planner.chain import Chain, Depth
+from lightning_hetpipe.planner.coarsen import coarsen
 from lightning_hetpipe.planner.cost import ADAM
-from lightning_hetpipe.planner.microbatch import best_size, neighbours, offered
+from lightning_hetpipe.planner.microbatch import best_size, neighbours
 from lightning_hetpipe.planner.placement import Budget, Placements, place
 from lightning_hetpipe.planner.plan_cost import PlanCost
+from lightning_hetpipe.planner.polish import polish
 from lightning_hetpipe.planner.pools import Pools, in_order, make_chain, make_pools
 from lightning_hetpipe.planner.reason import explain, infeasible
 from lightning_hetpipe.planner.split import Even, even_stages
 from lightning_hetpipe.plans import SCHEDULES, Alternative, Plan, Stage
 from lightning_hetpipe.profiles import Profile
 
+_MARGIN = 1.1  # the closed form is off by as much, so placements up to here are worth a simulation
+_COARSE = 0.004  # cuts nearer to each other than this fraction of a period count as one
 _ACTIONS = 60_000  # actions that re-ranking may simulate per micro-batch size
 
 
@@ -87,6 +91,9 @@ def make_plan(
     if not search.found:
         raise infeasible(setting, request.sizes, stages=stages, device_order=request.device_order)
     winner = min(search.found, key=lambda candidate: candidate.order)
+    if not request.even:
+        fixed = len(winner.plan.stages) if request.device_order else int(pinned_last is not None)
+        winner = polish(setting, winner, fixed=fixed, actions=_ACTIONS)
     plan = finish(setting, winner.plan, bound)
     rows = [single]
     if baselines:
@@ -107,7 +114,7 @@ def make_plan(
 
 def all_baselines(setting: Setting, alone: Alone, plan: Plan) -> list[Baseline]:
     """Everything that DESIGN names, but the fastest single device: each at its best micro-batch size."""
-    sizes = neighbours(offered(setting.batch_size), plan.micro_batch, 5)
+    sizes = neighbours(setting.sizes, plan.micro_batch, 5)
     return [
         even_split(setting, "layers", sizes),
         even_split(setting, "time", sizes),
@@ -131,7 +138,7 @@ class _Request:
     @property
     def sizes(self) -> tuple[int, ...]:
         if self.micro_batch == "auto":
-            return offered(self.setting.batch_size)
+            return self.setting.sizes
         return (self.micro_batch,)
 
 
@@ -217,10 +224,14 @@ def _searched(request: _Request, single: Baseline) -> _Found:
     if alone and may_be_alone and request.micro_batch in ("auto", alone.plan.micro_batch):
         result.found.append(alone)
 
+    beat_s = np.inf
+
     def visit(size: int) -> float:
+        nonlocal beat_s
         if size not in best:
-            candidates, gap = _placed(request, pools, size, 1.05 * min(best.values(), default=np.inf))
+            candidates, gap, objective_s = _placed(request, pools, size, _MARGIN * beat_s)
             result.found += candidates
+            beat_s = min(beat_s, objective_s)
             best[size] = min((candidate.step_s for candidate in candidates), default=np.inf)
             if best[size] <= min(best.values()):
                 result.gap = gap
@@ -233,7 +244,7 @@ def _searched(request: _Request, single: Baseline) -> _Found:
         index -= 1
     if not np.isfinite(best[sizes[index]]):
         return result
-    first = min(result.found, key=lambda candidate: candidate.order)
+    first = min(result.found, key=lambda candidate: (len(candidate.plan.stages) == 1, candidate.order))
     for size in neighbours(sizes, _square_root_size(setting, first.plan), 2):
         visit(size)
     while True:
@@ -259,8 +270,10 @@ def _square_root_size(setting: Setting, plan: Plan) -> float:
     return best_size(plan.batch_size, figures(small), figures(min(2 * small, plan.batch_size)))
 
 
-def _placed(request: _Request, pools: Pools, size: int, upper_s: float) -> tuple[list[Candidate], float]:
-    """The best placements at one micro-batch size, as simulated plans, and the search's gap."""
+def _placed(
+    request: _Request, pools: Pools, size: int, upper_s: float
+) -> tuple[list[Candidate], float, float]:
+    """The best placements at one micro-batch size, as simulated plans; the gap and the best objective."""
     setting = request.setting
     chain = make_chain(
         setting.costs(size),
@@ -270,22 +283,24 @@ def _placed(request: _Request, pools: Pools, size: int, upper_s: float) -> tuple
         pinned_last=request.pinned_last,
         n_stages=request.stages,
     )
+    chain, cuts = coarsen(chain, _COARSE)
     candidates: list[Candidate] = []
     seen: set[tuple[Stage, ...]] = set()
-    gap = 0.0
+    gap, objective_s = 0.0, np.inf
     for depth in _depths(request, chain):
         if depth == "serial" and candidates:
             break
         placements = _place(chain.with_depth(depth), upper_s)
         gap = max(gap, placements.gap)
         if placements.found:
-            upper_s = min(upper_s, placements.found[0].objective_s)
+            objective_s = min(objective_s, placements.found[0].objective_s)
+            upper_s = min(upper_s, objective_s)
         for placement in placements.found[: _most(placements, chain.n_micro_batches)]:
-            stages = stages_of(placement, pools, setting.cluster, chain.n_layers)
+            stages = stages_of(placement, pools, setting.cluster, cuts.tolist())
             if stages not in seen:
                 seen.add(stages)
                 candidates += make_candidates(setting, stages, size)
-    return candidates, gap
+    return candidates, gap, objective_s
 
 
 def _depths(request: _Request, chain: Chain) -> tuple[Depth, ...]:
