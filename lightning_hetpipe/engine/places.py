@@ -33,13 +33,14 @@ def check_present(device: Device) -> None:
     Raises:
         ClusterError: It is missing, or of a kind that ranks cannot compute on.
     """
-    place = torch_device(device)
-    n_found = torch.cuda.device_count() if place.type == "cuda" else 0
-    if place.type == "cuda" and place.index >= n_found:
+    if torch_device(device).type == "cpu":
+        return
+    index, n_found = device.index or 0, torch.cuda.device_count()  # torch.device keeps 8 bits of an index
+    if index >= n_found:
         raise ClusterError(
-            f"device {device.name!r} is {place} of host {device.host!r}, and this machine has {n_found} cuda "
-            "devices: change the cluster's kind or index (two devices may have the same index: their ranks "
-            "share it), or start this rank elsewhere"
+            f"device {device.name!r} is cuda:{index} of host {device.host!r}, and this machine has {n_found} "
+            "cuda devices: change the cluster's kind or index (two devices may have the same index: their "
+            "ranks share it), or start this rank elsewhere"
         )
 
 
