@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public names and the modules that hold them, with the name there if it differs; loaded on first use, so that planning needs no torch.
+# Public names and the modules that hold them (and the name there, if it differs);
+# loaded on first use, so that planning needs no torch.
 _HOME = {
     "Cluster": "cluster",
     "Device": "cluster",

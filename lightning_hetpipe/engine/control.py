@@ -140,18 +140,20 @@ class Control:
             assert self._group is not None
             data = _to_bytes(value)
             size = torch.tensor([data.numel()])
-            works = [
-                self._group.send([size], 0, _GATHER_SIZE),
-                self._group.send([data], 0, _GATHER),
-            ]
-            for work in works:
-                self.wait(work, 0, "gathering")
+            with self.naming(0, "gathering"):
+                works = [
+                    self._group.send([size], 0, _GATHER_SIZE),
+                    self._group.send([data], 0, _GATHER),
+                ]
+                for work in works:
+                    work.wait()
             return None
         values = [value]
         for rank in range(1, self.world_size):
             size = torch.empty(1, dtype=torch.int64)
             assert self._group is not None
-            self.wait(self._group.recv([size], rank, _GATHER_SIZE), rank, "gathering")
+            with self.naming(rank, "gathering"):
+                self._group.recv([size], rank, _GATHER_SIZE).wait()
             values.append(self._receive(rank, int(size), _GATHER))
         return values
 

@@ -7,6 +7,7 @@ from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import InfeasibleError
 from lightning_hetpipe.planner.chain import Placement
 from lightning_hetpipe.planner.cost import LayerCosts, one_f_one_b_step_s, safe_k
+from lightning_hetpipe.planner.microbatch import offered
 from lightning_hetpipe.planner.plan_cost import PlanCost, schedule_of
 from lightning_hetpipe.planner.pools import Pools
 from lightning_hetpipe.planner.simulate import simulate_schedule, step_seconds
@@ -38,6 +39,17 @@ class Setting:
     batch_size: int
     schedules: tuple[str, ...]
     optimizer_copies: float
+
+    @property
+    def smallest(self) -> int:
+        """The smallest measured micro-batch: smaller ones are guesses, and BatchNorm may refuse them."""
+        tables = (self.profile.device(device.name).micro_batches for device in self.cluster.devices)
+        return max(sizes[0] if len(sizes) > 1 else 1 for sizes in tables)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Micro-batch sizes to choose from."""
+        return offered(self.batch_size, self.smallest)
 
     def costs(self, micro_batch: int) -> LayerCosts:
         return LayerCosts(self.profile, micro_batch, self.optimizer_copies)

@@ -20,7 +20,7 @@ from lightning_hetpipe.planner.candidates import (
 from lightning_hetpipe.planner.chain import Chain, Depth
 from lightning_hetpipe.planner.coarsen import coarsen
 from lightning_hetpipe.planner.cost import ADAM
-from lightning_hetpipe.planner.microbatch import best_size, neighbours, offered
+from lightning_hetpipe.planner.microbatch import best_size, neighbours
 from lightning_hetpipe.planner.placement import Budget, Placements, place
 from lightning_hetpipe.planner.plan_cost import PlanCost
 from lightning_hetpipe.planner.polish import polish
@@ -114,7 +114,7 @@ def make_plan(
 
 def all_baselines(setting: Setting, alone: Alone, plan: Plan) -> list[Baseline]:
     """Everything that DESIGN names, but the fastest single device: each at its best micro-batch size."""
-    sizes = neighbours(offered(setting.batch_size), plan.micro_batch, 5)
+    sizes = neighbours(setting.sizes, plan.micro_batch, 5)
     return [
         even_split(setting, "layers", sizes),
         even_split(setting, "time", sizes),
@@ -138,7 +138,7 @@ class _Request:
     @property
     def sizes(self) -> tuple[int, ...]:
         if self.micro_batch == "auto":
-            return offered(self.setting.batch_size)
+            return self.setting.sizes
         return (self.micro_batch,)
 
 

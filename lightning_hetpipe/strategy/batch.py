@@ -50,7 +50,7 @@ def cut(batch: Any, n_samples: int, start: int, stop: int) -> Any:
             return batch[start:stop]
         parts = [cut(value, n_samples, start, stop) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    if hasattr(batch, "shape") and getattr(batch, "ndim", 0) and batch.shape[0] == n_samples:
+    if hasattr(batch, "shape") and getattr(batch, "ndim", None) and batch.shape[0] == n_samples:
         return batch[start:stop]
     return batch
 

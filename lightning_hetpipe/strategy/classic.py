@@ -7,15 +7,15 @@ from lightning_hetpipe.strategy.core import PipelineStrategy
 from lightning_hetpipe.strategy.launch import ProcessLauncher, SubprocessLauncher
 
 
-class _Subprocesses(SubprocessLauncher, _SubprocessScriptLauncher):
+class _Subprocesses(SubprocessLauncher, _SubprocessScriptLauncher):  # type: ignore[misc]
     pass
 
 
-class _Processes(ProcessLauncher, _MultiProcessingLauncher):
+class _Processes(ProcessLauncher, _MultiProcessingLauncher):  # type: ignore[misc]
     pass
 
 
-class HetPipeStrategy(PipelineStrategy, ParallelStrategy):
+class HetPipeStrategy(PipelineStrategy, ParallelStrategy):  # type: ignore[misc]  # the other namespace
     __doc__ = PipelineStrategy.__doc__
     namespace = "pytorch_lightning"
     subprocess_launcher = _Subprocesses

@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_hetpipe.cluster import Cluster
+from lightning_hetpipe.engine.c10d import PrefixStore
 from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.errors import UnsupportedError
 from lightning_hetpipe.plans import Plan
@@ -33,6 +33,7 @@ from lightning_hetpipe.strategy.capture import Capture, capture_from_loader, cap
 from lightning_hetpipe.strategy.data import for_this_rank
 from lightning_hetpipe.strategy.exchange import Exchange
 from lightning_hetpipe.strategy.options import (
+    Norm,
     Options,
     read_cluster,
     read_merge,
@@ -42,11 +43,11 @@ from lightning_hetpipe.strategy.options import (
 )
 from lightning_hetpipe.strategy.pipeline import Pipeline
 from lightning_hetpipe.strategy.pipelined import find_pipelined
-from lightning_hetpipe.strategy.prepare import Run, prepare
 from lightning_hetpipe.strategy.precision import check_optimizers
+from lightning_hetpipe.strategy.prepare import Run, prepare
 from lightning_hetpipe.strategy.refusals import refuse_callbacks, refuse_module, refuse_optimizers
-from lightning_hetpipe.strategy.saving import Saving
 from lightning_hetpipe.strategy.shadows import Shadows, adapt
+from lightning_hetpipe.strategy.together import Together
 from lightning_hetpipe.timeline import Timeline
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ log = logging.getLogger(__name__)
 _JOINED = itertools.count()  # strategies of this process that joined a world; equal on all ranks
 
 
-class PipelineStrategy(Saving):
+class PipelineStrategy(Together):
     """All of `HetPipeStrategy` but the Lightning namespace, which a subclass adds.
 
     Args:
@@ -90,7 +91,7 @@ class PipelineStrategy(Saving):
         micro_batch: int | str = "auto",
         schedule: str = "auto",
         merge: str | list[list[str]] = "auto",
-        norm: str = "keep",
+        norm: Norm = "keep",
         loss_reduction: str = "mean",
         start_method: str = "popen",
         timeout_s: float = 300.0,
@@ -204,8 +205,9 @@ class PipelineStrategy(Saving):
         if self.num_processes == 1:
             return
         if self.start_method == "popen":
-            self._launcher = self.subprocess_launcher(environment, self.num_processes, 1)
-            self._launcher.check = self.check
+            launcher = self.subprocess_launcher(environment, self.num_processes, 1)
+            launcher.check = self.check
+            self._launcher = launcher
         else:
             self._launcher = self.process_launcher(self, start_method=self.start_method)
 
@@ -253,7 +255,7 @@ class PipelineStrategy(Saving):
             )
             # Under a name of its own: a script may train with one Trainer after the other.
             name = f"strategy{next(_JOINED)}"
-            store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+            store = PrefixStore(name, dist.distributed_c10d._get_default_store())
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return Engine(
@@ -269,7 +271,8 @@ class PipelineStrategy(Saving):
     # Set-up and tear-down of a run
 
     def setup(self, trainer: Any) -> None:
-        assert self.accelerator is not None and self.model is not None
+        assert self.accelerator is not None
+        assert self.model is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._reset_optimizers_and_schedulers()
@@ -297,10 +300,12 @@ class PipelineStrategy(Saving):
             yield
 
     def _prepare(self, capture: Capture) -> Pipeline:
-        assert self._engine is not None and self.lightning_module is not None
+        assert self._engine is not None
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
         run = Run(
             module=self.lightning_module,
-            callbacks=self.lightning_module.trainer.callbacks,
+            callbacks=trainer.callbacks,
             precision=self.precision_plugin,
             options=self.options,
             engine=self._engine,
@@ -315,16 +320,10 @@ class PipelineStrategy(Saving):
 
     def teardown(self) -> None:
         if self._pipeline is not None:
-            self._pipeline.close(whole=not self._interrupted)
+            self._pipeline.close(whole=not self._is_interrupted())
             self._pipeline = None
         self._shadows.lift()
         super().teardown()
-
-    @property
-    def _interrupted(self) -> bool:
-        """Whether the run ends by an exception, so that other ranks may not answer any more."""
-        trainer = getattr(self.lightning_module, "_trainer", None)
-        return trainer is None or trainer.state.status == "interrupted"
 
     def on_exception(self, exception: BaseException) -> None:
         if self._engine is not None:
@@ -343,7 +342,8 @@ class PipelineStrategy(Saving):
     # Steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._pipeline is not None and self.lightning_module is not None
+        assert self._pipeline is not None
+        assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         scaler = getattr(self.precision_plugin, "scaler", None)
         accumulate = trainer.accumulate_grad_batches
@@ -390,39 +390,5 @@ class PipelineStrategy(Saving):
         return bool(helpers.is_overridden(hook, module))
 
     def _runs_user_code_alone(self) -> bool:
-        return self._pipeline is not None and self._pipeline.leading
-
-    # What Lightning and user code ask of all ranks. Rank 0 asks itself while it runs user code alone.
-
-    @property
-    def exchange(self) -> Exchange:
-        assert self._exchange is not None, "setup_environment has not run"
-        return self._exchange
-
-    @property
-    def _alone(self) -> bool:
-        return self.world_size == 1 or self._runs_user_code_alone()
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The tensor itself: all ranks of the one replica hold the same value."""
-        return tensor
-
-    def barrier(self, name: str | None = None) -> None:
-        if not self._alone and self._exchange is not None and not self._is_interrupted():
-            self._exchange.gather(None)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if self._alone or self._exchange is None:
-            return obj
-        if src == 0:
-            return self._exchange.broadcast(obj)
-        return self._exchange.gather(obj)[src]
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return tensor if self._alone else super().all_gather(tensor, group, sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self._alone:
-            return bool(decision)
-        decisions = self.exchange.gather(bool(decision))
-        return (False not in decisions) if all else (True in decisions)
+        alone = self._exchange is not None and self._exchange.leading
+        return alone or (self._pipeline is not None and self._pipeline.leading)

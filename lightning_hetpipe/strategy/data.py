@@ -43,7 +43,7 @@ class AbsentLoader:
             while self._exchange.broadcast():
                 yield AbsentBatch(1)
         else:
-            for _ in range(len(self)):  # type: ignore[arg-type]
+            for _ in range(len(self)):
                 yield AbsentBatch(1)
 
     def __getattr__(self, name: str) -> Any:

@@ -17,6 +17,7 @@ class Exchange:
         self._control = control
         self.rank = control.rank
         self.world_size = control.world_size
+        self.leading = False  # rank 0 runs something in `lead` now
 
     @property
     def leads(self) -> bool:
@@ -45,11 +46,14 @@ class Exchange:
             return work()
         if not self.leads:
             return unwrap(self.broadcast())
+        self.leading = True
         try:
             outcome = ("value", work())
         except Exception as error:
             self.broadcast(("error", describe(error)))
             raise
+        finally:
+            self.leading = False
         self.broadcast(outcome)
         return outcome[1]
 

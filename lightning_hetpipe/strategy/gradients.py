@@ -60,7 +60,7 @@ class Stash:
                 kept gradients already contain this factor.
         """
         anchor = torch.ones((), device=value.device, requires_grad=True)
-        loss: Tensor = _Install.apply(anchor, value, self, expected)  # type: ignore[no-untyped-call]
+        loss: Tensor = _Install.apply(anchor, value, self, expected)
         return loss
 
 

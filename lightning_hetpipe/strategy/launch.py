@@ -4,9 +4,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-
-    _Processes, _Subprocesses = _MultiProcessingLauncher, _SubprocessScriptLauncher
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as _Processes
+    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as _Subprocesses
 else:
     _Processes = _Subprocesses = object
 
@@ -39,7 +38,8 @@ class ProcessLauncher(_Processes):
 
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
         strategy: Any = self._strategy
-        return super().get_extra_results(trainer) | {"hetpipe": strategy.report()}
+        extra: dict[str, Any] = super().get_extra_results(trainer)
+        return extra | {"hetpipe": strategy.report()}
 
     def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
         strategy: Any = self._strategy

@@ -95,7 +95,7 @@ def replay(module: Any, calls: Sequence[LogCall], mirrors: Mirrors) -> None:
         if call.metric is not None:
             value = mirrors.of(call.metric, call.value)
             options["metric_attribute"] = call.metric
-        # Lightning asks for sync_dist where several ranks log; here it costs nothing (`reduce` is the identity).
+        # Lightning asks for sync_dist where several ranks log; here `reduce` is the identity.
         module.log(call.name, value, **(options | {"sync_dist": True}))
 
 
@@ -103,7 +103,7 @@ def metric_name(module: nn.Module, metric: Any) -> str:
     """The attribute path of a metric in the module; the metric's own class name where it has none."""
     for name, candidate in module.named_modules():
         if candidate is metric:
-            return name
+            return str(name)
     return type(metric).__name__
 
 

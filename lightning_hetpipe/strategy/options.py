@@ -93,7 +93,8 @@ def read_cluster(cluster: Cluster | Mapping[str, Any] | str | Path | None) -> Cl
         if not shipped.exists():
             known = sorted(file.stem for file in shipped.parent.glob("*.yaml"))
             raise ClusterError(
-                f"cluster {str(cluster)!r} is neither a file nor a shipped one; shipped are {', '.join(known)}"
+                f"cluster {str(cluster)!r} is neither a file nor a shipped one; shipped are "
+                f"{', '.join(known)}"
             )
         path = shipped
     return Cluster.from_yaml(path)

@@ -8,6 +8,7 @@ user code ends ────────────► END    ──►  logs, o
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -192,9 +193,7 @@ class Pipeline:
         n_rows = count_samples(arguments)
         sizes = self.plan.slices(n_rows)
         bounds = [sum(sizes[:m]) for m in range(len(sizes) + 1)]
-        inputs = [
-            self._traced.bind(*cut(arguments, n_rows, start, stop)) for start, stop in zip(bounds, bounds[1:])
-        ]
+        inputs = [self._traced.bind(*cut(arguments, n_rows, start, stop)) for start, stop in pairwise(bounds)]
         firsts = {size: inputs[sizes.index(size)] for size in dict.fromkeys(sizes)}
         reader = ForwardReader(inputs)
         self.engine.forward(self._announce(Operation.FORWARD, sizes, firsts), reader=reader)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.runtime import SharedGradients
@@ -108,7 +108,7 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
             for each in (run.module, *copies):
                 gather(each, owners, run.exchange.rank, run.group)
 
-    run.engine.emulator.limit_memory()
+    run.engine.limit_memory(_held_bytes(run.module))
     pipeline = Pipeline(
         run.module,
         stand_in,
@@ -152,8 +152,8 @@ def _trace(run: Run, pipelined: Any, captured: Captured) -> Traced:
     fingerprints = run.exchange.agree(work)
     if len(set(fingerprints)) > 1:
         raise PlanError(
-            f"the ranks built different models (fingerprints {', '.join(fingerprints)}): every rank must build "
-            "the same module, whatever its device"
+            f"the ranks built different models (fingerprints {', '.join(fingerprints)}): every rank must "
+            "build the same module, whatever its device"
         )
     return made[0]
 
@@ -205,6 +205,11 @@ def _install(run: Run, traced: Traced, plan: Plan, owners: OwnerMap) -> None:
         shared=shared,
         owners=list(names_of),
     )
+
+
+def _held_bytes(module: Any) -> int:
+    tensors = (*module.parameters(), *module.buffers())
+    return sum(each.numel() * each.element_size() for each in tensors if not each.is_meta)
 
 
 def _shared_names(module: Any, owners: OwnerMap) -> dict[tuple[int, ...], list[str]]:

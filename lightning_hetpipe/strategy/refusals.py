@@ -60,14 +60,8 @@ def refuse_optimizers(optimizers: list[Any]) -> None:
     """Refuses optimizers that the pipeline cannot step.
 
     Raises:
-        UnsupportedError: More than one, or one that needs all weights or several evaluations.
+        UnsupportedError: One needs all weights or several evaluations. (Lightning refuses several.)
     """
-    if len(optimizers) > 1:
-        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-        raise UnsupportedError(
-            f"configure_optimizers returned {len(optimizers)} optimizers ({names}); a pipeline trains with "
-            "one. Put the parameters into groups of one optimizer."
-        )
     for optimizer in optimizers:
         for kind in type(optimizer).__mro__:
             if kind.__name__ in _OPTIMIZERS:

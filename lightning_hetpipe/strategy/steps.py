@@ -103,9 +103,9 @@ class SuspendedStep:
         call = self._greenlet.switch()
         if not isinstance(call, ModuleCall):
             raise StepError(
-                f"{self._name} returned without calling {self._stand_in.name}, which is the pipelined module. "
-                "In training it must be called exactly once per step: call it, or name the module that is "
-                "called with HetPipeStrategy(module=...)."
+                f"{self._name} returned without calling {self._stand_in.name}, which is the pipelined "
+                "module. In training it must be called exactly once per step: call it, or name the "
+                "module that is called with HetPipeStrategy(module=...)."
             )
         if _thread_state() != state:
             raise StepError(

@@ -34,7 +34,13 @@ class Classifier(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(
-            nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 4)
+            nn.Linear(8, 16),
+            nn.Tanh(),
+            nn.Linear(16, 16),
+            nn.Tanh(),
+            nn.Linear(16, 12),
+            nn.Tanh(),
+            nn.Linear(12, 4),
         ).double()
 
     def loss(self, batch: list[Tensor]) -> Tensor:
@@ -82,9 +88,7 @@ def hand_plan(
     n_layers, names = len(graph), tuple(f"d{rank}" for rank in range(n_ranks))
     cuts = [round(i * n_layers / n_ranks) for i in range(n_ranks + 1)]
     devices_in_order = (*names[1:], names[0])
-    stages = tuple(
-        Stage(start, stop, (name,)) for start, stop, name in zip(cuts, cuts[1:], devices_in_order)
-    )
+    stages = tuple(Stage(start, stop, (name,)) for start, stop, name in zip(cuts, cuts[1:], devices_in_order))
     return Plan(
         cluster=Cluster("hand", tuple(map(Device, names))),
         layer_names=tuple(layer.name for layer in graph.layers),
@@ -146,7 +150,9 @@ def assert_same_weights(one: L.LightningModule, other: L.LightningModule) -> Non
     """Equal to float64 rounding."""
     theirs = other.state_dict()
     for name, value in one.state_dict().items():
-        torch.testing.assert_close(theirs[name], value, rtol=1e-9, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            theirs[name], value, rtol=1e-9, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 class Witness(L.Callback):

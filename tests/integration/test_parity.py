@@ -113,6 +113,10 @@ def one_device(
     return losses, gradients, module.state_dict()
 
 
+def assert_equal(name: str, found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=0, msg=lambda text: f"{name}: {text}")
+
+
 @pytest.mark.timeout(600 if ALL else 120)
 @pytest.mark.parametrize(("name", "schedule", "n_stages", "slicing", "accumulate"), tuple(cases()))
 def test_training_equals_one_device(
@@ -154,8 +158,8 @@ def test_training_equals_one_device(
             found |= held[step]
         assert found.keys() == expected.keys()
         for key in expected:
-            torch.testing.assert_close(found[key], expected[key], atol=1e-9, rtol=0, msg=lambda text, key=key: f"{key}: {text}")
+            assert_equal(key, found[key], expected[key])
     state = module.state_dict()
     assert state.keys() == expected_state.keys()
     for key in state:
-        torch.testing.assert_close(state[key], expected_state[key], atol=1e-9, rtol=0, msg=lambda text, key=key: f"{key}: {text}")
+        assert_equal(key, state[key], expected_state[key])

@@ -47,10 +47,13 @@ class _Writer(BasePredictionWriter):
 class _SavePredictions(L.Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.rows: list[Tensor] = []
+
+    def on_predict_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *rest: Any) -> None:
+        self.rows.append(outputs)
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        rows = torch.cat(trainer.predict_loop.predictions)
-        torch.save(rows, self.folder / f"rows-{trainer.global_rank}")
+        torch.save(torch.cat(self.rows), self.folder / f"rows-{trainer.global_rank}")
 
 
 def test_predictions_are_all_rows_in_order_on_all_ranks_and_written_once(tmp_path: Path) -> None:
@@ -124,7 +127,9 @@ def test_metric_objects_and_epoch_end_hooks_agree_on_all_ranks(tmp_path: Path) -
     names = {"train_accuracy", "accuracy", "spread", "again", "seen"}
     assert set(together.callback_metrics) == names
     for name in names:
-        torch.testing.assert_close(together.callback_metrics[name], alone.callback_metrics[name], rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            together.callback_metrics[name], alone.callback_metrics[name], rtol=1e-6, atol=0
+        )
     first, other = witness.seen("fit", 2)
     assert first == other
 
@@ -161,7 +166,9 @@ def test_early_stopping_checkpoints_and_plateaus_decide_alike_on_all_ranks(tmp_p
     def callbacks(folder: Path) -> list[Any]:
         return [
             L.pytorch.callbacks.EarlyStopping("val_loss", min_delta=0.02, patience=1),
-            L.pytorch.callbacks.ModelCheckpoint(folder, "{epoch}-{val_loss:.3f}", monitor="val_loss", save_top_k=1),
+            L.pytorch.callbacks.ModelCheckpoint(
+                folder, "{epoch}-{val_loss:.3f}", monitor="val_loss", save_top_k=1
+            ),
             Witness(folder),
         ]
 
@@ -171,10 +178,19 @@ def test_early_stopping_checkpoints_and_plateaus_decide_alike_on_all_ranks(tmp_p
         folder.mkdir()
         module = _module(Plateau)
         run = trainer(
-            pipeline(module, n) if n else "auto", n or 1, max_epochs=8, callbacks=callbacks(folder), enable_checkpointing=True
+            pipeline(module, n) if n else "auto",
+            n or 1,
+            max_epochs=8,
+            callbacks=callbacks(folder),
+            enable_checkpointing=True,
         )
         run.fit(module, loader(), loader(20, seed=1))
-        found.append((sorted(path.name for path in folder.glob("*.ckpt")), json.loads((folder / "fit-0.json").read_text())))
+        found.append(
+            (
+                sorted(path.name for path in folder.glob("*.ckpt")),
+                json.loads((folder / "fit-0.json").read_text()),
+            )
+        )
     assert found[0] == (found[1][0], pytest.approx(found[1][1], rel=1e-6))
     assert found[0][1]["epoch"] < 8
 
