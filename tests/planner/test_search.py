@@ -196,7 +196,8 @@ def test_the_square_root_rule_minimises_its_own_model() -> None:
 def test_sizes_on_offer_are_divisors_and_what_lies_between_them() -> None:
     assert offered(8) == (1, 2, 3, 4, 8)
     assert offered(13) == (1, 2, 3, 4, 5, 7, 13)
-    assert offered(12, largest=4) == (1, 2, 3, 4)
+    assert offered(12, smallest=4) == (4, 6, 12)
+    assert offered(3, smallest=4) == (3,)
     assert neighbours((1, 2, 4, 8, 16), 5.0) == (4, 8, 2)
 
 
