@@ -32,7 +32,7 @@ from lightning_hetpipe.profiles import Profile
 
 _MARGIN = 1.1  # the closed form is off by as much, so placements up to here are worth a simulation
 _COARSE = 0.004  # cuts nearer to each other than this fraction of a period count as one
-_ACTIONS = 60_000  # actions that re-ranking may simulate per micro-batch size
+_ACTIONS = 100_000  # actions that re-ranking may simulate per micro-batch size
 
 
 def make_plan(
@@ -333,11 +333,11 @@ def _place(chain: Chain, upper_s: float) -> Placements:
 
 
 def _most(placements: Placements, n_micro_batches: int) -> int:
-    """How many placements can be simulated within `_ACTIONS`, two at least."""
+    """How many placements can be simulated within `_ACTIONS`, one at least."""
     if not placements.found:
         return 0
-    actions = 6 * n_micro_batches * len(placements.found[0].starts) * 2
-    return max(2, min(len(placements.found), _ACTIONS // actions))
+    actions = 2 * 6 * n_micro_batches * len(placements.found[0].starts)
+    return max(1, min(len(placements.found), _ACTIONS // actions))
 
 
 def _unpinned(request: _Request, single: Baseline) -> list[Baseline]:

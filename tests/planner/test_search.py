@@ -209,6 +209,7 @@ def test_sizes_on_offer_are_divisors_and_what_lies_between_them() -> None:
     assert offered(8) == (1, 2, 3, 4, 8)
     assert offered(13) == (1, 2, 3, 4, 5, 7, 13)
     assert offered(12, smallest=4) == (4, 6, 12)
+    assert offered(3, smallest=4) == (3,)
     assert neighbours((1, 2, 4, 8, 16), 5.0) == (4, 8, 2)
 
 
@@ -230,3 +231,15 @@ def test_a_profile_of_other_numbers_has_another_hash() -> None:
     assert profile.content_hash == problem()[0].content_hash
     assert profile.content_hash != other.content_hash
     assert profile.content_hash != dataclasses.replace(profile, step_forward_s=1.0).content_hash
+
+
+def test_the_readers_batch_counts_in_the_last_stages_memory() -> None:
+    graph = make_graph(1, parameter_bytes=1000, saved=100.0)
+    profile = make_profile(graph, [1.0])
+    # Parameter, gradient and two states; one slice's activations, its received input, and the whole batch.
+    need = 4 * 1000 + 2 * 100 + 2 * 50 + 8 * 50
+    options = {"micro_batch": 2, "schedule": "1f1b", "baselines": False}
+    plan = make_plan(profile, make_cluster([1.0], memory_bytes=[need]), 8, **options)
+    assert plan.prediction.memory_bytes == (need,)
+    with pytest.raises(InfeasibleError, match="no plan for a batch of 8 fits"):
+        make_plan(profile, make_cluster([1.0], memory_bytes=[need - 1]), 8, **options)
