@@ -36,8 +36,8 @@ from lightning_hetpipe.strategy.exchange import Exchange
 from lightning_hetpipe.strategy.options import (
     Norm,
     Options,
+    SplitByHand,
     read_cluster,
-    read_merge,
     read_micro_batch,
     read_plan,
     read_profile,
@@ -65,10 +65,10 @@ class PipelineStrategy(Together):
             ranks that share a GPU, also decides how many processes there are.
         module: Dotted name of the pipelined submodule; ``auto`` takes the child that holds nearly all
             parameters, else the LightningModule's own ``forward``.
-        plan: A `Plan` or a file: neither profiles nor plans; refused if it belongs to another model.
+        plan: A `Plan`, a mapping or a file: neither profiles nor plans; refused if it belongs to another
+            model. ``even``, or ``{"cuts": [layer names], "devices": [names]}``, gives the stages only.
         micro_batch: Samples per micro-batch, or ``auto``.
         schedule: ``gpipe``, ``1f1b`` or ``auto``.
-        merge: Which devices share a stage: ``auto``, ``never``, or lists of device names.
         norm: What BatchNorm does with micro-batches: ``keep``, ``deferred``, ``sync``, ``group``, ``freeze``.
         loss_reduction: How the user's loss reduces over samples: ``mean`` or ``sum``.
         start_method: ``popen``, ``fork`` or ``spawn``; without effect under torchrun or SLURM.
@@ -89,10 +89,9 @@ class PipelineStrategy(Together):
         self,
         cluster: Cluster | dict[str, Any] | str | Path | None = None,
         module: str = "auto",
-        plan: Plan | str | Path | None = None,
+        plan: Plan | dict[str, Any] | str | Path | None = None,
         micro_batch: int | str = "auto",
         schedule: str = "auto",
-        merge: str | list[list[str]] = "auto",
         norm: Norm = "keep",
         loss_reduction: str = "mean",
         start_method: str = "popen",
@@ -108,28 +107,27 @@ class PipelineStrategy(Together):
         precision_plugin: Any = None,
     ) -> None:
         self._pl_module: Any = None
-        known_plan, known_cluster = read_plan(plan), read_cluster(cluster)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices
-            or stand_ins(known_plan.cluster if known_plan else known_cluster),
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        wanted = read_plan(plan)
         self.options = Options(
-            cluster=known_cluster,
-            plan=known_plan,
+            cluster=read_cluster(cluster),
+            plan=wanted if isinstance(wanted, Plan) else None,
+            split=wanted if isinstance(wanted, SplitByHand) else None,
             profile=read_profile(profile),
             module=module,
             micro_batch=read_micro_batch(micro_batch),
             schedule=schedule,
-            merge=read_merge(merge),
             norm=norm,
             loss_reduction=loss_reduction,
             timeout_s=timeout_s,
             run_dir=None if run_dir is None else Path(run_dir),
             blocks=blocks,
+        )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices or stand_ins(self.options.known_cluster),
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
         )
         if start_method not in ("popen", "fork", "spawn"):
             raise ValueError(f"start_method={start_method!r} is unknown; known are popen, fork, spawn")

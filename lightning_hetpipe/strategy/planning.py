@@ -120,14 +120,15 @@ def _measure(
 
 
 def _make(options: Options, profile: Profile, cluster: Cluster, batch_size: int) -> Plan:
-    merge: Any = options.merge
     plan = make_plan(
         profile,
         cluster,
         batch_size,
         micro_batch="auto" if options.micro_batch is None else options.micro_batch,
         schedule=options.schedule,
-        merge=merge,
+        even="layers" if options.split is not None and options.split.cuts is None else False,
+        cuts=None if options.split is None else options.split.cuts,
+        device_order=None if options.split is None else options.split.devices,
         pinned_last=None if _is_movable(cluster) else cluster.devices[0].name,
     )
     # A process cannot become another machine: where devices are real, rank i stays device i.
