@@ -23,6 +23,7 @@ from lightning_hetpipe.profiles import DeviceProfile
 from lightning_hetpipe.tracing import StageModule, Traced
 
 _REPEATS = (2, 5)
+_FEWEST_SIZES = 2
 _N_RUNS = 8
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ def measure_device(
     section: Section = nullcontext,
     context: Section = nullcontext,
     progress: Callable[[int, int], None] | None = None,
-    budget_s: float = 4.0,
+    budget_s: float = 10.0,
 ) -> DeviceProfile:
     """Measures forward and backward seconds of every layer at several micro-batch sizes.
 
@@ -53,7 +54,8 @@ def measure_device(
         section: Entered around each timed run of layers; what it adds is part of the time.
         context: Entered around each forward, such as autocast.
         progress: Called with (parts done, parts in all).
-        budget_s: Seconds to spend; each size is run a few times, whatever the budget.
+        budget_s: Seconds to spend: repeats, and then the largest sizes, are left out where they would take
+            longer (times are nearly linear there). The two smallest sizes are always run.
 
     Raises:
         ProfileError: A size is not positive, or the inputs are not those of the module.
@@ -69,8 +71,11 @@ def measure_device(
     layers = [traced.stage(layer, layer + 1, place) for layer in range(n_layers)]
     columns: list[tuple[list[float], list[float]]] = []
     spreads: list[float] = []
+    start = time.perf_counter()
     with _unchanged(traced.module, inputs):
         for index, size in enumerate(sizes):
+            if index >= _FEWEST_SIZES and time.perf_counter() - start > budget_s:
+                break
             batch = _resized(inputs, size)
             deadline = time.perf_counter() + budget_s / len(sizes)
             report(2 * index, 2 * len(sizes))
@@ -84,7 +89,7 @@ def measure_device(
     report(2 * len(sizes), 2 * len(sizes))
     return DeviceProfile(
         device=device,
-        micro_batches=sizes,
+        micro_batches=sizes[: len(columns)],
         forward_s=tuple(zip(*(forward for forward, _ in columns))),
         backward_s=tuple(zip(*(backward for _, backward in columns))),
         spread=statistics.median(spreads),
