@@ -76,7 +76,16 @@ def plan_command(config: DictConfig) -> Figures:
 def compare_command(config: DictConfig) -> Figures:
     """Puts the plan beside every alternative."""
     cluster = _cluster(config)
-    rows: list[Alternative] = list(hp.compare(_profile(config, cluster), cluster, config.batch_size))
+    rows: list[Alternative] = list(
+        hp.compare(
+            _profile(config, cluster),
+            cluster,
+            config.batch_size,
+            micro_batch=config.micro_batch,
+            schedule=config.schedule,
+            optimizer_copies=config.optimizer_copies,
+        )
+    )
     text = json.dumps([asdict(row) for row in rows], indent=1)
     title = f"{config.model.name} on {cluster.name}, batch {config.batch_size}"
     _show(config, text, lambda: [comparison_table(rows, title)])
@@ -161,6 +170,7 @@ def _plan(config: DictConfig) -> tuple[Plan, Profile]:
         config.batch_size,
         micro_batch=config.micro_batch,
         schedule=config.schedule,
+        optimizer_copies=config.optimizer_copies,
     )
     return plan, profile
 

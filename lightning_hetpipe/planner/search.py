@@ -113,7 +113,7 @@ def make_plan(
 
 
 def all_baselines(setting: Setting, alone: Alone, plan: Plan) -> list[Baseline]:
-    """Everything that DESIGN names, but the fastest single device: each at its best micro-batch size."""
+    """Even splits and data-parallel training, each at its best micro-batch size."""
     sizes = neighbours(setting.sizes, plan.micro_batch, 5)
     return [
         even_split(setting, "layers", sizes),

@@ -69,7 +69,7 @@ class PipelineStrategy(Together):
             model. ``even``, or ``{"cuts": [layer names], "devices": [names]}``, gives the stages only.
         micro_batch: Samples per micro-batch, or ``auto``.
         schedule: ``gpipe``, ``1f1b`` or ``auto``.
-        norm: What BatchNorm does with micro-batches: ``keep``, ``deferred``, ``sync``, ``group``, ``freeze``.
+        norm: What BatchNorm does with micro-batches: ``keep``, ``deferred``, ``group``, ``freeze``.
         loss_reduction: How the user's loss reduces over samples: ``mean`` or ``sum``.
         start_method: ``popen``, ``fork`` or ``spawn``; without effect under torchrun or SLURM.
         timeout_s: A rank that others wait for longer than this counts as lost.
@@ -118,6 +118,8 @@ class PipelineStrategy(Together):
             schedule=schedule,
             norm=norm,
             loss_reduction=loss_reduction,
+            start_method=start_method,
+            checkpoint=checkpoint,
             timeout_s=timeout_s,
             run_dir=None if run_dir is None else Path(run_dir),
             blocks=blocks,
@@ -129,10 +131,6 @@ class PipelineStrategy(Together):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if start_method not in ("popen", "fork", "spawn"):
-            raise ValueError(f"start_method={start_method!r} is unknown; known are popen, fork, spawn")
-        if checkpoint not in ("file", "directory"):
-            raise ValueError(f"checkpoint={checkpoint!r} is unknown; known are file, directory")
         self.start_method = start_method
         self.checkpoint_form = checkpoint
         self.num_nodes = 1

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import ClusterError, PlanError
@@ -11,13 +11,13 @@ from lightning_hetpipe.plans import SCHEDULES, Plan, read_plan_file
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.shipped import conf_dir
 
-Norm = Literal["keep", "deferred", "sync", "group", "freeze"]
-LossReduction = Literal["mean", "sum"]
-StartMethod = Literal["popen", "fork", "spawn"]
+Norm = Literal["keep", "deferred", "group", "freeze"]  # "sync" needs ranks that share a stage
 _CHOICES = {
     "schedule": ("auto", *SCHEDULES),
-    "norm": ("keep", "deferred", "sync", "group", "freeze"),
+    "norm": get_args(Norm),
     "loss_reduction": ("mean", "sum"),
+    "start_method": ("popen", "fork", "spawn"),
+    "checkpoint": ("file", "directory"),
 }
 
 
@@ -62,6 +62,8 @@ class Options:
     schedule: str
     norm: Norm
     loss_reduction: str
+    start_method: str
+    checkpoint: str
     timeout_s: float
     run_dir: Path | None
     blocks: str | None
