@@ -65,6 +65,7 @@ class Control:
     ) -> None:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.sockets = Sockets()
+        self.failed = False  # this rank ends by an exception, its own or what it was told of another
         self._closed = False
         self._held: list[tuple[Work, Tensor, int]] = []
         self._posted: tuple[Work, Tensor] | None = None
@@ -183,8 +184,17 @@ class Control:
         if self._watch is not None and self._watch.failure is not None:
             raise RankFailedError(str(self._watch.failure))
 
+    def cause(self, wait_s: float) -> str | None:
+        """Why the run has failed or is about to; None if all ranks live and nobody failed.
+
+        May be called in a signal handler.
+        """
+        cause = self._watch.cause(wait_s) if self._watch else None
+        return None if cause is None else str(cause)
+
     def fail(self, error: BaseException, action: str = "") -> None:
         """Tells all ranks that this one failed, and closes its connections."""
+        self.failed = True
         if self._watch is None or isinstance(error, RankFailedError):
             return
         text = str(error).strip().splitlines()

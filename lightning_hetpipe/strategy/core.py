@@ -47,6 +47,7 @@ from lightning_hetpipe.strategy.precision import check_optimizers
 from lightning_hetpipe.strategy.prepare import Run, prepare
 from lightning_hetpipe.strategy.refusals import refuse_callbacks, refuse_module, refuse_optimizers
 from lightning_hetpipe.strategy.shadows import Shadows, adapt
+from lightning_hetpipe.strategy.sigterm import Sigterm
 from lightning_hetpipe.strategy.together import Together
 from lightning_hetpipe.timeline import Timeline
 
@@ -256,9 +257,8 @@ class PipelineStrategy(Together):
             # Under a name of its own: a script may train with one Trainer after the other.
             name = f"strategy{next(_JOINED)}"
             store = PrefixStore(name, dist.distributed_c10d._get_default_store())
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return Engine(
+        engine = Engine(
             store,
             self.global_rank,
             self.world_size,
@@ -267,6 +267,10 @@ class PipelineStrategy(Together):
             device=self.root_device,
             store_rank=None if agent_serves else 0,
         )
+        if self.world_size > 1:
+            with engine.control.naming(None, "joining the group"), engine.control.sockets.record():
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return engine
 
     # Set-up and tear-down of a run
 
@@ -283,6 +287,8 @@ class PipelineStrategy(Together):
                 self._prepare(capture)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        assert self._engine is not None
+        trainer._signal_connector._sigterm_notifier_fn = Sigterm(self._engine.control, trainer)
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
