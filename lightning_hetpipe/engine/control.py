@@ -125,7 +125,7 @@ class Control:
             return message
         assert self._posted is not None
         work, buffer = self._posted
-        self.wait(work, 0, "the next header or footer")
+        self.wait(work, 0, "sending the next header or footer")
         received, size_bytes = _decode(buffer)
         if size_bytes:
             received = Message(
@@ -174,6 +174,25 @@ class Control:
             raise
         except RuntimeError as error:
             self._raise_lost(peer, expected, error)
+
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """Turns the error of another group's collective into one that names the rank which broke it.
+
+        Any other error passes.
+        """
+        try:
+            yield
+        except RankFailedError:
+            raise
+        except RuntimeError as error:
+            cause = self._watch.cause(2 * SILENT_S) if self._watch and "gloo" in str(error) else None
+            if cause is None:
+                raise
+            assert self._watch is not None
+            cause = self._watch.report(cause)
+            self.sockets.shut_down()
+            raise RankFailedError(str(cause)) from error
 
     def check(self) -> None:
         """Raises if another rank is known to have failed.
@@ -244,7 +263,7 @@ class Control:
         data = None if message.object is None else _to_bytes(message.object)
         buffer = _encode(message, 0 if data is None else data.numel())
         for rank in range(1, self.world_size):
-            with self.naming(rank, "the last footer"):
+            with self.naming(rank, "receiving the last footer"):
                 self._held.append((self._group.send([buffer], rank, _FIXED), buffer, rank))
                 if data is not None:
                     self._held.append((self._group.send([data], rank, _OBJECT), data, rank))
@@ -252,18 +271,18 @@ class Control:
     def _flush(self) -> None:
         held, self._held = self._held, []
         for work, _, rank in held:
-            self.wait(work, rank, "the last header or footer")
+            self.wait(work, rank, "receiving the last header or footer")
 
     def _post(self) -> None:
         if self.rank != 0 and self._group is not None:
             buffer = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8)
-            with self.naming(0, "the next header or footer"):
+            with self.naming(0, "sending the next header or footer"):
                 self._posted = (self._group.recv([buffer], 0, _FIXED), buffer)
 
     def _receive(self, rank: int, size_bytes: int, tag: int) -> Any:
         assert self._group is not None
         data = torch.empty(size_bytes, dtype=torch.uint8)
-        with self.naming(rank, "an object"):
+        with self.naming(rank, "handing over an object"):
             self._group.recv([data], rank, tag).wait()
         # The bytes come from a rank of this job, over a connection that the job made.
         return pickle.loads(data.numpy().tobytes())

@@ -282,10 +282,11 @@ class PipelineStrategy(Together):
         self._reset_optimizers_and_schedulers()
         adapt(self._shadows, trainer, self.exchange.leads)
         if trainer.state.fn == "fit":
-            capture = capture_from_loader(trainer, self)
-            if capture is not None:
-                self._prepare(capture)
-            self.setup_optimizers(trainer)
+            with self.exchange.blaming():
+                capture = capture_from_loader(trainer, self)
+                if capture is not None:
+                    self._prepare(capture)
+                self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         assert self._engine is not None
         trainer._signal_connector._sigterm_notifier_fn = Sigterm(self._engine.control, trainer)
@@ -326,7 +327,8 @@ class PipelineStrategy(Together):
 
     def teardown(self) -> None:
         if self._pipeline is not None:
-            self._pipeline.close(whole=not self._is_interrupted())
+            with self.exchange.blaming():
+                self._pipeline.close(whole=not self._is_interrupted())
             self._pipeline = None
         self._shadows.lift()
         super().teardown()

@@ -15,6 +15,7 @@ class Exchange:
 
     def __init__(self, control: Control) -> None:
         self._control = control
+        self.blaming = control.blaming  # around collectives of other groups
         self.rank = control.rank
         self.world_size = control.world_size
         self.leading = False  # rank 0 runs something in `lead` now
