@@ -160,7 +160,7 @@ class ProcessLauncher(_Processes):
 
 
 def check_autograd() -> None:
-    """Refuses a forked process in which PyTorch will not run a backward.
+    """Refuses a forked process in which PyTorch will not run a backward (where it sees a GPU).
 
     Raises:
         UnsupportedError: The process that forked it has run one.
