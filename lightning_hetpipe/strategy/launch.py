@@ -171,9 +171,9 @@ def check_autograd() -> None:
         if "fork-based multiprocessing" not in str(error):
             raise
         raise UnsupportedError(
-            "the ranks were forked from a process in which a backward has already run, and PyTorch runs "
-            "none in such a fork: use strategy='hetpipe' or 'hetpipe_spawn', or fork before the first "
-            "backward (in a notebook: restart the kernel, and train in the ranks only)"
+            "the ranks were forked from a process in which a backward has already run (tracing or profiling "
+            "a model runs one too), and PyTorch runs none in such a fork: use strategy='hetpipe' or "
+            "'hetpipe_spawn', or fork before the first backward (in a notebook: restart the kernel)"
         ) from None
 
 

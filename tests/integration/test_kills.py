@@ -67,9 +67,10 @@ def test_forking_after_a_backward_is_refused_with_what_to_do(monkeypatch: pytest
         )
 
     module = Classifier()
+    run = trainer(pipeline(module, 2), 2)
     monkeypatch.setattr(torch.Tensor, "backward", refuse)
     with pytest.raises(UnsupportedError, match=r"a backward has already run.*use strategy='hetpipe' or"):
-        trainer(pipeline(module, 2), 2).fit(module, loader())
+        run.fit(module, loader())
 
 
 def run_script(launch: list[str], folder: Path, *what: str) -> tuple[int, str]:

@@ -49,8 +49,8 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     data = DataLoader(TensorDataset(torch.randn(8, 4), torch.arange(8) % 2), 4)
     trainer = L.Trainer(
-        strategy=os.environ["STRATEGY"], accelerator="cpu", devices=int(os.environ.get("LOCAL_WORLD_SIZE", 2)),
-        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        strategy=os.environ["STRATEGY"], devices=int(os.environ.get("LOCAL_WORLD_SIZE", 2)), max_epochs=1,
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )
     module = Module()
