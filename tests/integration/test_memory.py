@@ -16,12 +16,13 @@ from tests.helpers.pipelines import QUIET, hand_plan, trainer
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
 
-WIDTH = 2000
-HALF_BYTES = 4 * WIDTH * WIDTH + 4 * WIDTH  # one layer with its bias, float32: 16 MB
+WIDTH = 3000
+WEIGHT_BYTES = 4 * WIDTH * WIDTH
+HALF_BYTES = WEIGHT_BYTES + 4 * WIDTH  # one layer with its bias, float32: 36 MB
 
 
 class TwoLayers(L.LightningModule):
-    """Two big layers, one for each of two ranks; they are built in the ranks."""
+    """Two big layers, one for each of two ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,10 +42,12 @@ class Scale(L.Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.found: dict[str, list[Any]] = {}
-        self.addresses: list[set[int]] = []
 
     def note(self, name: str, value: Any) -> None:
         self.found.setdefault(name, []).append(value)
+
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        self.note("resident", resident_bytes())
 
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.note("weights", held_bytes(module.parameters()))
@@ -87,7 +90,7 @@ def large_bytes_of(tensors: list[Tensor]) -> int:
         for each in tensors
         if each.layout == torch.strided and each.device.type == "cpu"
     }
-    return sum(size for size in sizes.values() if size >= 4 * WIDTH * WIDTH)
+    return sum(size for size in sizes.values() if size >= WEIGHT_BYTES)
 
 
 def large_bytes() -> int:
@@ -100,7 +103,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def weigh(folder: Path, accumulate: int) -> tuple[TwoLayers, list[dict[str, list[Any]]]]:
+def weigh(folder: Path, accumulate: int) -> tuple[L.Trainer, list[dict[str, list[Any]]]]:
     """Four batches of two micro-batches on two ranks."""
     torch.manual_seed(0)
     module = TwoLayers()
@@ -113,26 +116,26 @@ def weigh(folder: Path, accumulate: int) -> tuple[TwoLayers, list[dict[str, list
         callbacks=[Scale(folder)],
     )
     run.fit(module, DataLoader(TensorDataset(torch.randn(16, WIDTH)), 4))
-    return module, [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+    return run, [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
 def test_a_rank_holds_weights_gradients_and_state_of_its_own_layers_once(tmp_path: Path) -> None:
-    module, ranks = weigh(tmp_path, accumulate=1)
+    run, ranks = weigh(tmp_path, accumulate=1)
     for found in ranks:
         assert found["weights"] == [HALF_BYTES]
         assert found["gradients"] == [HALF_BYTES] * 4
         assert found["state"] == [HALF_BYTES] * 4
-        weight_bytes = 4 * WIDTH * WIDTH
-        assert found["before backward"] == [weight_bytes] * 4  # made by the schedule, not yet in .grad
-        assert found["after backward"] == [weight_bytes] * 4
-    assert not any(parameter.is_meta for parameter in module.parameters())
+        assert found["before backward"] == [WEIGHT_BYTES] * 4  # made by the schedule, not yet in .grad
+        assert found["after backward"] == [WEIGHT_BYTES] * 4
+        before, after = found["resident"]
+        assert after < before  # the other's half was given back; set-up itself takes less than that
+    assert not any(parameter.is_meta for parameter in run.lightning_module.parameters())
 
 
 def test_gradients_of_two_batches_are_added_in_place(tmp_path: Path) -> None:
     _, ranks = weigh(tmp_path, accumulate=2)
-    weight_bytes = 4 * WIDTH * WIDTH
     for found in ranks:
-        assert found["after backward"] == [weight_bytes] * 4
+        assert found["after backward"] == [WEIGHT_BYTES] * 4
         first, second, third, fourth = found["addresses"]
         assert first == second
         assert third == fourth
