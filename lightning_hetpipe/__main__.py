@@ -155,14 +155,12 @@ def _plan(config: DictConfig) -> tuple[Plan, Profile]:
         return plan, _profile(config, plan.cluster)
     cluster = _cluster(config)
     profile = _profile(config, cluster)
-    merge: Any = OmegaConf.to_container(config.merge) if OmegaConf.is_list(config.merge) else config.merge
     plan = hp.plan(
         profile,
         cluster,
         config.batch_size,
         micro_batch=config.micro_batch,
         schedule=config.schedule,
-        merge=merge,
     )
     return plan, profile
 

@@ -171,10 +171,7 @@ class Profile:
             graph = data.pop("graph")
             return cls(
                 graph=read_graph(graph),
-                devices=tuple(
-                    DeviceProfile(**{key: _frozen(value) for key, value in entry.items()})
-                    for entry in data.pop("devices")
-                ),
+                devices=tuple(map(read_device, data.pop("devices"))),
                 links=tuple(Link(**entry) for entry in data.pop("links")),
                 **data,
             )
@@ -202,6 +199,11 @@ class Profile:
             return cls.from_json(text)
         except ProfileError as error:
             raise ProfileError(f"{path}: {error}") from error
+
+
+def read_device(data: Mapping[str, Any]) -> DeviceProfile:
+    """Rebuilds a device's profile from what `dataclasses.asdict` made of it."""
+    return DeviceProfile(**{key: _frozen(value) for key, value in data.items()})
 
 
 def read_graph(data: Mapping[str, Any]) -> LayerGraph:

@@ -8,7 +8,9 @@ Messages have one fixed size; an object follows only when the message says so. A
 engine go through `Control.wait`, which turns a broken or overdue one into `RankFailedError`.
 """
 
+import contextlib
 import pickle
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,13 +20,22 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.engine.c10d import Group, PrefixStore, Store, Work, gloo_device, gloo_group
+from lightning_hetpipe.engine.c10d import (
+    Group,
+    PrefixStore,
+    Store,
+    Work,
+    gloo_device,
+    gloo_group,
+    nccl_group,
+)
 from lightning_hetpipe.engine.sockets import Sockets
 from lightning_hetpipe.engine.watch import SILENT_S, Failure, Watch
 from lightning_hetpipe.errors import RankFailedError
 
 N_NUMBERS = 16
 _MESSAGE_BYTES = 8 * (3 + 2 * N_NUMBERS)
+_POLL_S = 50e-6
 _FIXED, _OBJECT, _GATHER_SIZE, _GATHER = range(4)  # tags
 
 
@@ -64,7 +75,8 @@ class Control:
         store_rank: int | None = 0,
     ) -> None:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
-        self.sockets = Sockets()
+        self._sockets = Sockets()
+        self._device_groups: list[Group] = []
         self.failed = False  # this rank ends by an exception, its own or what it was told of another
         self._closed = False
         self._held: list[tuple[Work, Tensor, int]] = []
@@ -85,7 +97,7 @@ class Control:
             world_size,
             store_rank=store_rank,
             timeout_s=timeout_s,
-            on_failure=self.sockets.shut_down,
+            on_failure=self._disconnect,
         )
         self._watch.start()
         self._device = gloo_device()
@@ -96,8 +108,26 @@ class Control:
         """A gloo group of these ranks; all of them call this in the same order of names."""
         assert self.store is not None
         store = PrefixStore(name, self.store)
-        with self.naming(None, f"joining group {name}"), self.sockets.record():
+        with self.joining(name):
             return gloo_group(store, ranks.index(self.rank), len(ranks), self._device, self.timeout_s)
+
+    def create_device_group(self, name: str, ranks: tuple[int, int], device: torch.device) -> Group:
+        """An NCCL group of two ranks, each with a GPU of its own; nothing is connected yet."""
+        assert self.store is not None
+        # Whoever is overdue is to be named by `wait_on_device`; NCCL would end the process.
+        patience_s = 2 * self.timeout_s + 60
+        with self.naming(None, f"joining group {name}"):
+            store = PrefixStore(name, self.store)
+            group = nccl_group(store, ranks.index(self.rank), len(ranks), device, patience_s)
+        self._device_groups.append(group)
+        return group
+
+    def close_device_groups(self) -> None:
+        """Closes all NCCL groups, whatever is under way in them."""
+        groups, self._device_groups = self._device_groups, []  # two threads may want this at once
+        for group in groups:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
 
     @property
     def doing(self) -> str:
@@ -141,18 +171,20 @@ class Control:
             assert self._group is not None
             data = _to_bytes(value)
             size = torch.tensor([data.numel()])
-            works = [
-                self._group.send([size], 0, _GATHER_SIZE),
-                self._group.send([data], 0, _GATHER),
-            ]
-            for work in works:
-                self.wait(work, 0, "gathering")
+            with self.naming(0, "gathering"):
+                works = [
+                    self._group.send([size], 0, _GATHER_SIZE),
+                    self._group.send([data], 0, _GATHER),
+                ]
+                for work in works:
+                    work.wait()
             return None
         values = [value]
         for rank in range(1, self.world_size):
             size = torch.empty(1, dtype=torch.int64)
             assert self._group is not None
-            self.wait(self._group.recv([size], rank, _GATHER_SIZE), rank, "gathering")
+            with self.naming(rank, "gathering"):
+                self._group.recv([size], rank, _GATHER_SIZE).wait()
             values.append(self._receive(rank, int(size), _GATHER))
         return values
 
@@ -165,6 +197,22 @@ class Control:
         with self.naming(peer, expected):
             work.wait()
 
+    def wait_on_device(self, work: Work, peer: int, expected: str) -> None:
+        """`wait` for a transfer between GPUs: returns once it is over, not once it is queued.
+
+        Raises:
+            RankFailedError: As for `wait`.
+        """
+        deadline_s = time.monotonic() + self.timeout_s
+        with self.naming(peer, expected):
+            while not work.is_completed():
+                self.check()
+                if time.monotonic() > deadline_s:
+                    raise RuntimeError(f"timed out after {self.timeout_s:g} s")
+                time.sleep(_POLL_S)
+            self.check()  # a transfer that was broken off counts as completed
+            work.wait()
+
     @contextmanager
     def naming(self, peer: int | None, expected: str) -> Iterator[None]:
         """Turns an error of a transfer within into one that names the rank which caused it."""
@@ -174,6 +222,12 @@ class Control:
             raise
         except RuntimeError as error:
             self._raise_lost(peer, expected, error)
+
+    @contextmanager
+    def joining(self, name: str) -> Iterator[None]:
+        """A gloo group that is made inside ends its waits when a rank fails."""
+        with self.naming(None, f"joining group {name}"), self._sockets.record():
+            yield
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
@@ -191,7 +245,7 @@ class Control:
                 raise
             assert self._watch is not None
             cause = self._watch.report(cause)
-            self.sockets.shut_down()
+            self._disconnect()
             raise RankFailedError(str(cause)) from error
 
     def check(self) -> None:
@@ -219,7 +273,7 @@ class Control:
         text = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
         self._watch.report(Failure(self.rank, reason, action or self.doing, lost=False))
-        self.sockets.shut_down()
+        self._disconnect()
 
     @property
     def failure(self) -> Failure | None:
@@ -236,8 +290,13 @@ class Control:
                 self._flush()
         finally:
             self._watch.close()
-            self.sockets.shut_down()
+            self._disconnect()
             self._held, self._posted, self._group = [], None, None
+
+    def _disconnect(self) -> None:
+        """Wakes this rank's waits and its peers'; any thread may call it."""
+        self._sockets.shut_down()
+        self.close_device_groups()
 
     def _raise_lost(self, peer: int | None, expected: str, error: RuntimeError) -> NoReturn:
         assert self._watch is not None
@@ -253,7 +312,7 @@ class Control:
             cause = replace(cause, action=expected)
         if self._watch.failure is None:
             cause = self._watch.report(cause)
-        self.sockets.shut_down()
+        self._disconnect()
         raise RankFailedError(str(cause)) from error
 
     def _send_to_all(self, message: Message) -> None:

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.cluster import Cluster, Device
+from lightning_hetpipe.cluster import Cluster, Device, Link
 from lightning_hetpipe.engine.c10d import Store
 from lightning_hetpipe.engine.control import Control
 from lightning_hetpipe.engine.emulate import Emulator
@@ -25,6 +25,7 @@ from lightning_hetpipe.engine.memory import (
     tune_allocator,
 )
 from lightning_hetpipe.engine.message import Specs
+from lightning_hetpipe.engine.probe import measure_links
 from lightning_hetpipe.engine.runtime import Context, Reader, Runtime, SharedGradients, Stage
 from lightning_hetpipe.engine.transport import connect
 from lightning_hetpipe.graph import Route
@@ -71,6 +72,17 @@ class Engine:
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._plans = itertools.count()
 
+    def measure_links(self, cluster: Cluster | None = None) -> tuple[Link, ...]:
+        """Measures the links between all ranks, which call this together; see `probe.measure_links`.
+
+        Args:
+            cluster: Rank ``i`` is its device ``i``; by default the engine's own.
+        """
+        cluster = cluster or self.cluster
+        if cluster is None:
+            cluster = Cluster("found", tuple(Device(f"rank{rank}") for rank in range(self.world_size)))
+        return measure_links(self.control, f"links{next(self._plans)}", cluster, self.device)
+
     def install(
         self,
         make_schedule: MakeSchedule,
@@ -96,6 +108,7 @@ class Engine:
         self._runtime = None
         self._schedules = {}
         self._make = make_schedule
+        self.control.close_device_groups()
         transport = connect(
             self.control,
             f"plan{next(self._plans)}",

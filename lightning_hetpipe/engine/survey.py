@@ -5,8 +5,6 @@ rank measures its own device.
 """
 
 import copy
-import logging
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,14 +18,13 @@ from torch.utils import _pytree as pytree
 from lightning_hetpipe.cluster import Cluster, Device
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.memory import tune_allocator
+from lightning_hetpipe.engine.places import torch_device
 from lightning_hetpipe.errors import ProfileError
 from lightning_hetpipe.profiles import DeviceProfile, Profile
 from lightning_hetpipe.profiling.analytic import analytic_profile
-from lightning_hetpipe.profiling.cache import cached_profile
-from lightning_hetpipe.profiling.measure import measure_device
+from lightning_hetpipe.profiling.cache import processor_name
+from lightning_hetpipe.profiling.device import profile_device
 from lightning_hetpipe.tracing import Traced, trace
-
-log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 
@@ -70,8 +67,7 @@ def profile(
             f"cluster {cluster.name!r} has cuda devices and this machine has none: profile there, or say "
             "origin='analytic' (profile=analytic) where the cluster gives published figures"
         )
-    key = {"graph": traced.graph.fingerprint, "devices": cluster.devices, "sizes": sizes, **_environment()}
-    return cached_profile(key, lambda: _measure(module, args, blocks, sizes, cluster, progress))
+    return _measure(module, args, blocks, sizes, cluster, progress)
 
 
 def tabulated_sizes(batch_size: int) -> tuple[int, ...]:
@@ -94,19 +90,19 @@ def _measure(
     cluster: Cluster,
     progress: Progress | None,
 ) -> Profile:
-    tune_allocator()
+    settings = f"allocator tuned: {tune_allocator()}"
     measured: dict[object, DeviceProfile] = {}
-    for kind in {device.kind: None for device in cluster.devices}:
-        there = module if kind == "cpu" else copy.deepcopy(module).to(kind)
-        placed = pytree.tree_map_only(Tensor, methodcaller("to", kind), args)
+    for place in dict.fromkeys(map(torch_device, cluster.devices)):
+        there = module if place.type == "cpu" else copy.deepcopy(module).to(place)
+        placed = pytree.tree_map_only(Tensor, methodcaller("to", place), args)
         traced = trace(there, placed, {}, blocks)
         inputs = traced.bind(placed, {})
         for device in cluster.devices:
-            if device.kind == kind and device.kind_key not in measured:
-                log.info("measuring %s", device.name)
-                measured[device.kind_key] = _measure_one(traced, inputs, sizes, device, progress)
+            if torch_device(device) == place and device.kind_key not in measured:
+                measured[device.kind_key] = _measure_one(traced, inputs, sizes, device, settings, progress)
     devices = tuple(replace(measured[each.kind_key], device=each.name) for each in cluster.devices)
-    return Profile(traced.graph, devices, environment=_environment())
+    environment = {"torch": torch.__version__, "processor": processor_name()}
+    return Profile(traced.graph, devices, environment=environment)
 
 
 def _measure_one(
@@ -114,22 +110,20 @@ def _measure_one(
     inputs: Mapping[str, Tensor],
     sizes: tuple[int, ...],
     device: Device,
+    settings: str,
     progress: Progress | None,
 ) -> DeviceProfile:
     threads = torch.get_num_threads()
     torch.set_num_threads(device.threads)
     try:
-        return measure_device(
+        return profile_device(
             traced,
             inputs,
             sizes,
-            device.name,
+            device,
             section=Emulator(device).section,
+            settings=settings,
             progress=None if progress is None else partial(progress, device.name),
         )
     finally:
         torch.set_num_threads(threads)
-
-
-def _environment() -> dict[str, str]:
-    return {"torch": torch.__version__, "processor": platform.processor() or platform.machine()}

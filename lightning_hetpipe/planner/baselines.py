@@ -65,7 +65,7 @@ class Alone:
         profile = self.setting.profile
         limit = self.setting.cluster.device(name).memory_bytes if limited else None
         best = (np.inf, 1, 0)
-        for size in (self.fixed,) if self.fixed else offered(samples):
+        for size in (self.fixed,) if self.fixed else offered(samples, self.setting.smallest):
             full, rest = divmod(samples, size)
             costs = self.setting.costs(size)
             n_layers = len(costs.graph)

@@ -7,11 +7,14 @@ from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import InfeasibleError
 from lightning_hetpipe.planner.chain import Placement
 from lightning_hetpipe.planner.cost import LayerCosts, one_f_one_b_step_s, safe_k
+from lightning_hetpipe.planner.microbatch import offered
 from lightning_hetpipe.planner.plan_cost import PlanCost, schedule_of
 from lightning_hetpipe.planner.pools import Pools
 from lightning_hetpipe.planner.simulate import simulate_schedule, step_seconds
 from lightning_hetpipe.plans import SCHEDULES, Plan, Prediction, Stage
 from lightning_hetpipe.profiles import Profile
+
+MANY_ACTIONS = 30_000
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,17 @@ class Setting:
     schedules: tuple[str, ...]
     optimizer_copies: float
 
+    @property
+    def smallest(self) -> int:
+        """The smallest measured micro-batch: smaller ones are guesses, and BatchNorm may refuse them."""
+        tables = (self.profile.device(device.name).micro_batches for device in self.cluster.devices)
+        return max(sizes[0] if len(sizes) > 1 else 1 for sizes in tables)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Micro-batch sizes to choose from."""
+        return offered(self.batch_size, self.smallest)
+
     def costs(self, micro_batch: int) -> LayerCosts:
         return LayerCosts(self.profile, micro_batch, self.optimizer_copies)
 
@@ -46,13 +60,21 @@ def schedules_of(schedule: str) -> tuple[str, ...]:
     return SCHEDULES if schedule == "auto" else (schedule,)
 
 
-def stages_of(placement: Placement, pools: Pools, cluster: Cluster, n_layers: int) -> tuple[Stage, ...]:
-    """Names a device for every stage: of its pool, one on the host of the stage after it if there is one."""
+def stages_of(placement: Placement, pools: Pools, cluster: Cluster, cuts: Sequence[int]) -> tuple[Stage, ...]:
+    """Names layers and a device for every stage: of its pool, one on the host of the stage after it if any.
+
+    Args:
+        placement: In terms of a chain.
+        pools: Whose devices its choices are.
+        cluster: The hosts.
+        cuts: The layer at each of the chain's cuts.
+    """
     free = [list(reversed(names)) for names in pools.names]
-    stops = (*placement.starts[1:], n_layers)
+    starts = [int(cuts[start]) for start in placement.starts]
+    stops = (*starts[1:], int(cuts[-1]))
     stages: list[Stage] = []
     host = ""
-    for start, stop, choice in reversed(list(zip(placement.starts, stops, placement.choices))):
+    for start, stop, choice in reversed(list(zip(starts, stops, placement.choices))):
         names = free[choice]
         near = [name for name in names if cluster.device(name).host == host]
         name = near[-1] if near else names[-1]
@@ -63,15 +85,25 @@ def stages_of(placement: Placement, pools: Pools, cluster: Cluster, n_layers: in
 
 
 def make_candidates(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> Iterator[Candidate]:
-    """One candidate per allowed schedule that fits in memory."""
+    """One candidate per allowed schedule that fits in memory.
+
+    Where a step has so many actions that simulating it takes long, GPipe is left out if 1F1B is allowed:
+    with enough in flight 1F1B is rarely slower.
+    """
     base = draft(setting, stages, micro_batch)
-    for schedule in setting.schedules:
+    many = n_actions(base) > MANY_ACTIONS
+    for schedule in ("1f1b",) if many and "1f1b" in setting.schedules else setting.schedules:
         plan = with_schedule(setting, base, schedule)
         if plan is not None:
             cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
             lists = schedule_of(plan, setting.profile.graph, check=False)
             seconds = step_seconds(lists, cost.seconds, cost.transfer)
             yield Candidate(plan, seconds + cost.optimizer_s())
+
+
+def n_actions(plan: Plan) -> int:
+    """About how many actions a step of the plan has, over all ranks."""
+    return 6 * len(plan.stages) * len(plan.slices(plan.batch_size))
 
 
 def formula_s(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> float:
@@ -154,6 +186,7 @@ def finish(setting: Setting, plan: Plan, images_per_s_bound: float) -> Plan:
     cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
     timeline = simulate_schedule(schedule_of(plan, setting.profile.graph), cost.seconds, cost.transfer)
     step_s, busy = timeline.step_s + cost.optimizer_s(), timeline.busy
+    seconds = [cost.stage_seconds(stage, plan.micro_batch) for stage in range(len(plan.stages))]
     return replace(
         plan,
         prediction=Prediction(
@@ -161,6 +194,9 @@ def finish(setting: Setting, plan: Plan, images_per_s_bound: float) -> Plan:
             images_per_s=plan.batch_size / step_s,
             busy=tuple(busy[ranks[0]] for ranks in plan.ranks_of_stage),
             memory_bytes=cost.memory_bytes(),
+            forward_s=tuple(forward for forward, _ in seconds),
+            backward_s=tuple(backward for _, backward in seconds),
+            cut_bytes=cost.entering_bytes(plan.micro_batch),
             lower_bound_s=cost.lower_bound_s(),
             images_per_s_bound=images_per_s_bound,
         ),

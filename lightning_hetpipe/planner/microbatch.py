@@ -15,23 +15,25 @@ import math
 from collections.abc import Sequence
 
 
-def offered(batch_size: int, largest: int | None = None) -> tuple[int, ...]:
+def offered(batch_size: int, smallest: int = 1) -> tuple[int, ...]:
     """Sizes worth trying: divisors of the batch, and for each number of slices the most even size.
 
     The second kind leaves a smaller last slice; it matters where the batch has few divisors (a prime
-    batch would offer 1 and itself). Ascending.
+    batch would offer 1 and itself). Ascending; none below ``smallest`` but the batch itself.
 
     >>> offered(12)
     (1, 2, 3, 4, 6, 12)
     >>> offered(7)
     (1, 2, 3, 4, 7)
+    >>> offered(12, smallest=4), offered(3, smallest=4)
+    ((4, 6, 12), (3,))
     """
     sizes = {-(-batch_size // n) for n in range(1, min(batch_size, 64) + 1)}
     divisors = {size for size in range(1, batch_size + 1) if batch_size % size == 0}
     # A ragged size next to a divisor brings little: keep those that are 20 % away from all of them.
     ragged = {size for size in sizes if all(abs(size - d) > 0.2 * d for d in divisors)}
     kept = sorted(divisors | ragged)
-    return tuple(size for size in kept if largest is None or size <= largest) or (1,)
+    return tuple(size for size in kept if size >= min(smallest, batch_size))
 
 
 def best_size(

@@ -160,7 +160,7 @@ def _seed(search: _Search, caps: Array) -> bool:
     chosen, no_prices = caps[some], np.zeros((len(some), len(chain.available)))
     targets = search.upper_s - (chain.n_micro_batches - 1) * chosen
     prices, relaxed = price(chain, chosen, no_prices, targets, search.budget.rounds // 2)
-    if not search.found:
+    if not np.isfinite(search.upper_s):
         before, most = relaxed.before_s[-1], search.budget.labels
         if not np.isfinite(_grow(search, caps[-1], caps[0], before, prices[-1], most)):
             return False

@@ -23,6 +23,7 @@ from lightning_hetpipe.profiles import DeviceProfile
 from lightning_hetpipe.tracing import StageModule, Traced
 
 _REPEATS = (2, 5)
+_FEWEST_SIZES = 2
 _N_RUNS = 8
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ def measure_device(
     section: Section = nullcontext,
     context: Section = nullcontext,
     progress: Callable[[int, int], None] | None = None,
-    budget_s: float = 4.0,
+    budget_s: float = 10.0,
 ) -> DeviceProfile:
     """Measures forward and backward seconds of every layer at several micro-batch sizes.
 
@@ -53,7 +54,8 @@ def measure_device(
         section: Entered around each timed run of layers; what it adds is part of the time.
         context: Entered around each forward, such as autocast.
         progress: Called with (parts done, parts in all).
-        budget_s: Seconds to spend; each size is run a few times, whatever the budget.
+        budget_s: Seconds to spend: repeats, and then the largest sizes, are left out where they would take
+            longer (times are nearly linear there). The two smallest sizes are always run.
 
     Raises:
         ProfileError: A size is not positive, or the inputs are not those of the module.
@@ -65,25 +67,29 @@ def measure_device(
         raise ProfileError(f"inputs {sorted(inputs)} were given; the module takes {list(traced.input_names)}")
     report = progress or (lambda done, total: None)
     n_layers = len(traced.graph)
-    layers = [traced.stage(layer, layer + 1) for layer in range(n_layers)]
+    place = next(iter(inputs.values())).device
+    layers = [traced.stage(layer, layer + 1, place) for layer in range(n_layers)]
     columns: list[tuple[list[float], list[float]]] = []
     spreads: list[float] = []
+    start = time.perf_counter()
     with _unchanged(traced.module, inputs):
         for index, size in enumerate(sizes):
+            if index >= _FEWEST_SIZES and time.perf_counter() - start > budget_s:
+                break
             batch = _resized(inputs, size)
             deadline = time.perf_counter() + budget_s / len(sizes)
             report(2 * index, 2 * len(sizes))
             apart, spread = _repeat(layers, batch, nullcontext, context, deadline - budget_s / len(sizes) / 2)
             report(2 * index + 1, 2 * len(sizes))
             starts = _run_starts(apart)
-            runs = [traced.stage(start, stop) for start, stop in zip(starts, [*starts[1:], n_layers])]
+            runs = [traced.stage(start, stop, place) for start, stop in zip(starts, [*starts[1:], n_layers])]
             together, _ = _repeat(runs, batch, section, context, deadline)
             columns.append((_scaled(apart[0], together[0], starts), _scaled(apart[1], together[1], starts)))
             spreads.append(spread)
     report(2 * len(sizes), 2 * len(sizes))
     return DeviceProfile(
         device=device,
-        micro_batches=sizes,
+        micro_batches=sizes[: len(columns)],
         forward_s=tuple(zip(*(forward for forward, _ in columns))),
         backward_s=tuple(zip(*(backward for _, backward in columns))),
         spread=statistics.median(spreads),
@@ -118,6 +124,7 @@ def _sweep(
 ) -> Times:
     """One forward and one backward through all stages, cut at every boundary; seconds of each stage."""
     made = dict(inputs)
+    place = next(iter(inputs.values())).device
     entered: list[dict[str, Tensor]] = []
     left: list[dict[str, Tensor]] = []
     forward_s: list[float] = []
@@ -126,7 +133,7 @@ def _sweep(
             name: made[name].detach().requires_grad_(made[name].requires_grad) for name in stage.input_names
         }
         with context():
-            seconds, outputs = _timed(partial(stage, values), section)
+            seconds, outputs = _timed(partial(stage, values), section, place)
         forward_s.append(seconds)
         entered.append(values)
         left.append(outputs)
@@ -146,7 +153,7 @@ def _sweep(
         seconds = 0.0
         if pairs:
             tensors, incoming = zip(*pairs)
-            seconds, _ = _timed(partial(torch.autograd.backward, tensors, incoming), section)
+            seconds, _ = _timed(partial(torch.autograd.backward, tensors, incoming), section, place)
         backward_s.append(seconds)
         for name, tensor in values.items():
             if tensor.grad is not None:
@@ -154,13 +161,19 @@ def _sweep(
     return forward_s, backward_s[::-1]
 
 
-def _timed(run: Callable[[], T], section: Section) -> tuple[float, T]:
+def _timed(run: Callable[[], T], section: Section, place: torch.device) -> tuple[float, T]:
+    settle(place)
     start = time.perf_counter()
     with section():
         result = run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        settle(place)
     return time.perf_counter() - start, result
+
+
+def settle(device: torch.device) -> None:
+    """Waits until a GPU has done what this thread asked of it; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _run_starts(apart: Times) -> list[int]:

@@ -219,7 +219,9 @@ class Pipeline:
     ) -> list[Specs]:
         trainable = None if operation == Operation.TRAIN else ()
         by_size = {
-            size: self._traced.shapes(dict(inputs), trainable, context=self._context())
+            size: self._traced.shapes(
+                dict(inputs), trainable, context=self._context(), device=self.engine.device
+            )
             for size, inputs in signature
         }
         return [by_size[size] for size in sizes]

@@ -1,25 +1,24 @@
 """The plan of a run: the user's, the last run's if it still fits, or a new one from measurements."""
 
 import logging
-import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.engine.emulate import Emulator
+from lightning_hetpipe.engine.memory import tune_allocator
 from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.engine.survey import tabulated_sizes
 from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.planner.search import make_plan
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import DeviceProfile, Profile
-from lightning_hetpipe.profiling.cache import cached_profile
-from lightning_hetpipe.profiling.measure import measure_device
+from lightning_hetpipe.profiling.cache import processor_name
+from lightning_hetpipe.profiling.device import profile_device
 from lightning_hetpipe.strategy.capture import Captured
 from lightning_hetpipe.strategy.discovery import find_cluster
 from lightning_hetpipe.strategy.exchange import Exchange
@@ -29,7 +28,6 @@ from lightning_hetpipe.tracing import Traced
 log = logging.getLogger(__name__)
 
 Context = Callable[[], AbstractContextManager[Any]]
-_MEASURE = "measure"
 
 
 def choose_plan(
@@ -81,37 +79,14 @@ def _profile(
     context: Context,
     cluster: Cluster,
 ) -> Profile:
-    """The profile that rank 0 keeps from an earlier run, or a new one; equal on all ranks."""
-    sizes = tabulated_sizes(captured.batch_size)
-
-    def measure() -> Profile:
-        work = partial(_measure, engine, exchange, traced, captured, context, cluster, sizes)
-        devices = exchange.agree(work)
-        return Profile(traced.graph, tuple(devices), environment=_environment())
-
-    if not exchange.leads:
-        message = exchange.broadcast()
-        if message == _MEASURE:
-            measure()
-            message = exchange.broadcast()
-        return Profile.from_json(message)
-
-    def make() -> Profile:
-        exchange.broadcast(_MEASURE)
-        return measure()
-
-    with context():
-        precision = (torch.get_default_dtype(), torch.is_autocast_enabled(engine.device.type))
-    key = {
-        "graph": traced.graph.fingerprint,
-        "devices": [(device.name, *device.kind_key) for device in cluster.devices],
-        "sizes": sizes,
-        "precision": precision,
-        **_environment(),
-    }
-    profile = cached_profile(key, make)
-    exchange.broadcast(profile.to_json())
-    return profile
+    """What every rank measured of its own device, now or in an earlier run, and the links between them."""
+    devices = exchange.agree(lambda: _measure(engine, exchange, traced, captured, context, cluster))
+    return Profile(
+        traced.graph,
+        tuple(devices),
+        links=engine.measure_links(cluster),
+        environment={"torch": torch.__version__, "processor": processor_name()},
+    )
 
 
 def _measure(
@@ -121,9 +96,8 @@ def _measure(
     captured: Captured,
     context: Context,
     cluster: Cluster,
-    sizes: tuple[int, ...],
 ) -> DeviceProfile:
-    """Measures this rank's device; the whole module is on it meanwhile."""
+    """This rank's device; the whole module is on it meanwhile."""
     device = cluster.devices[exchange.rank]
     if exchange.leads:
         log.info("measuring %d layers on %d devices", len(traced.graph), len(cluster.devices))
@@ -132,31 +106,29 @@ def _measure(
     training = traced.module.training
     traced.module.train()
     try:
-        return measure_device(
+        return profile_device(
             traced,
             traced.bind(args, kwargs),
-            sizes,
-            device.name,
+            tabulated_sizes(captured.batch_size),
+            device,
             section=Emulator(device).section,
             context=context,
+            settings=f"allocator tuned: {tune_allocator()}",
         )
     finally:
         traced.module.train(training)
 
 
-def _environment() -> dict[str, str]:
-    return {"torch": torch.__version__, "processor": platform.processor() or platform.machine()}
-
-
 def _make(options: Options, profile: Profile, cluster: Cluster, batch_size: int) -> Plan:
-    merge: Any = options.merge
     plan = make_plan(
         profile,
         cluster,
         batch_size,
         micro_batch="auto" if options.micro_batch is None else options.micro_batch,
         schedule=options.schedule,
-        merge=merge,
+        even="layers" if options.split is not None and options.split.cuts is None else False,
+        cuts=None if options.split is None else options.split.cuts,
+        device_order=None if options.split is None else options.split.devices,
         pinned_last=None if _is_movable(cluster) else cluster.devices[0].name,
     )
     # A process cannot become another machine: where devices are real, rank i stays device i.

@@ -26,6 +26,7 @@ from lightning_hetpipe.stage.norm import convert_norm, small_batch_advice
 from lightning_hetpipe.strategy import hooks, norms
 from lightning_hetpipe.strategy.capture import Capture, Captured
 from lightning_hetpipe.strategy.clipping import install_clipping, warn_of_own_clipping
+from lightning_hetpipe.strategy.devices import refuse_autocast_across_kinds
 from lightning_hetpipe.strategy.exchange import Exchange
 from lightning_hetpipe.strategy.mirror import keep_local
 from lightning_hetpipe.strategy.options import Options
@@ -83,6 +84,7 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     traced = _trace(run, pipelined, captured)
     context = run.precision.forward_context
     plan = choose_plan(run.options, run.engine, run.exchange, traced, captured, context, plan)
+    refuse_autocast_across_kinds(run.precision, plan.cluster)
     _say(run, pipelined, plan)
     run.engine.cluster = plan.cluster
     run.engine.emulator = Emulator(plan.cluster.devices[run.exchange.rank])

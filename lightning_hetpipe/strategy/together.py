@@ -44,7 +44,9 @@ class Together(Saving):
         if self._alone:
             return tensor
         with self.exchange.blaming():
-            return super().all_gather(tensor, group, sync_grads)
+            # Ranks on GPUs and on CPUs meet in host memory, where the default group of all of them is.
+            gathered: Tensor = super().all_gather(tensor.cpu(), group, sync_grads)
+            return gathered.to(tensor.device)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         with self.exchange.blaming():

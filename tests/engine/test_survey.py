@@ -5,6 +5,7 @@ from torch import nn
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.engine.survey import profile
 from lightning_hetpipe.errors import ProfileError
+from lightning_hetpipe.profiling import device
 
 
 @pytest.fixture
@@ -14,7 +15,8 @@ def module():
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HETPIPE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(device, "reference_seconds", lambda place, section: 0.05)
     return tmp_path / "cache"
 
 

@@ -21,18 +21,18 @@ KEYS = {
 
 
 def recipe(name, *words, cwd):
-    command = [sys.executable, str(ROOT / "recipes" / f"{name}.py"), *SHORT, *words]
+    command = [sys.executable, str(ROOT / "recipes" / f"{name}.py"), *words, *SHORT]
     done = subprocess.run(
         command,
         cwd=cwd,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "COLUMNS": "160", "OMP_NUM_THREADS": "1"},
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "COLUMNS": "160", "XDG_CACHE_HOME": str(cwd)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 @pytest.mark.timeout(240)
