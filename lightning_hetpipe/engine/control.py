@@ -77,6 +77,7 @@ class Control:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._sockets = Sockets()
         self._device_groups: list[Group] = []
+        self.failed = False  # this rank ends by an exception, its own or what it was told of another
         self._closed = False
         self._held: list[tuple[Work, Tensor, int]] = []
         self._posted: tuple[Work, Tensor] | None = None
@@ -107,7 +108,7 @@ class Control:
         """A gloo group of these ranks; all of them call this in the same order of names."""
         assert self.store is not None
         store = PrefixStore(name, self.store)
-        with self.naming(None, f"joining group {name}"), self._sockets.record():
+        with self.joining(name):
             return gloo_group(store, ranks.index(self.rank), len(ranks), self._device, self.timeout_s)
 
     def create_device_group(self, name: str, ranks: tuple[int, int], device: torch.device) -> Group:
@@ -154,7 +155,7 @@ class Control:
             return message
         assert self._posted is not None
         work, buffer = self._posted
-        self.wait(work, 0, "the next header or footer")
+        self.wait(work, 0, "sending the next header or footer")
         received, size_bytes = _decode(buffer)
         if size_bytes:
             received = Message(
@@ -222,6 +223,31 @@ class Control:
         except RuntimeError as error:
             self._raise_lost(peer, expected, error)
 
+    @contextmanager
+    def joining(self, name: str) -> Iterator[None]:
+        """A gloo group that is made inside ends its waits when a rank fails."""
+        with self.naming(None, f"joining group {name}"), self._sockets.record():
+            yield
+
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """Turns the error of another group's collective into one that names the rank which broke it.
+
+        Any other error passes.
+        """
+        try:
+            yield
+        except RankFailedError:
+            raise
+        except RuntimeError as error:
+            cause = self._watch.cause(2 * SILENT_S) if self._watch and "gloo" in str(error) else None
+            if cause is None:
+                raise
+            assert self._watch is not None
+            cause = self._watch.report(cause)
+            self._disconnect()
+            raise RankFailedError(str(cause)) from error
+
     def check(self) -> None:
         """Raises if another rank is known to have failed.
 
@@ -231,8 +257,17 @@ class Control:
         if self._watch is not None and self._watch.failure is not None:
             raise RankFailedError(str(self._watch.failure))
 
+    def cause(self, wait_s: float) -> str | None:
+        """Why the run has failed or is about to; None if all ranks live and nobody failed.
+
+        May be called in a signal handler.
+        """
+        cause = self._watch.cause(wait_s) if self._watch else None
+        return None if cause is None else str(cause)
+
     def fail(self, error: BaseException, action: str = "") -> None:
         """Tells all ranks that this one failed, and closes its connections."""
+        self.failed = True
         if self._watch is None or isinstance(error, RankFailedError):
             return
         text = str(error).strip().splitlines()
@@ -287,7 +322,7 @@ class Control:
         data = None if message.object is None else _to_bytes(message.object)
         buffer = _encode(message, 0 if data is None else data.numel())
         for rank in range(1, self.world_size):
-            with self.naming(rank, "the last footer"):
+            with self.naming(rank, "receiving the last footer"):
                 self._held.append((self._group.send([buffer], rank, _FIXED), buffer, rank))
                 if data is not None:
                     self._held.append((self._group.send([data], rank, _OBJECT), data, rank))
@@ -295,18 +330,18 @@ class Control:
     def _flush(self) -> None:
         held, self._held = self._held, []
         for work, _, rank in held:
-            self.wait(work, rank, "the last header or footer")
+            self.wait(work, rank, "receiving the last header or footer")
 
     def _post(self) -> None:
         if self.rank != 0 and self._group is not None:
             buffer = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8)
-            with self.naming(0, "the next header or footer"):
+            with self.naming(0, "sending the next header or footer"):
                 self._posted = (self._group.recv([buffer], 0, _FIXED), buffer)
 
     def _receive(self, rank: int, size_bytes: int, tag: int) -> Any:
         assert self._group is not None
         data = torch.empty(size_bytes, dtype=torch.uint8)
-        with self.naming(rank, "an object"):
+        with self.naming(rank, "handing over an object"):
             self._group.recv([data], rank, tag).wait()
         # The bytes come from a rank of this job, over a connection that the job made.
         return pickle.loads(data.numpy().tobytes())

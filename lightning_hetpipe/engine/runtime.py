@@ -168,7 +168,7 @@ class Runtime:
         self._control.doing = str(action)
         start_s = time.monotonic()
         try:
-            with torch.profiler.record_function(str(action)):
+            with torch.profiler.record_function(str(action)), self._control.blaming():
                 yield
                 settle(self._transport.device)
         except RankFailedError:

@@ -48,6 +48,7 @@ from lightning_hetpipe.strategy.precision import check_optimizers
 from lightning_hetpipe.strategy.prepare import Run, prepare
 from lightning_hetpipe.strategy.refusals import refuse_callbacks, refuse_module, refuse_optimizers
 from lightning_hetpipe.strategy.shadows import Shadows, adapt
+from lightning_hetpipe.strategy.sigterm import Sigterm
 from lightning_hetpipe.strategy.together import Together
 from lightning_hetpipe.timeline import Timeline
 
@@ -258,9 +259,8 @@ class PipelineStrategy(Together):
             # Under a name of its own: a script may train with one Trainer after the other.
             name = f"strategy{next(_JOINED)}"
             store = PrefixStore(name, dist.distributed_c10d._get_default_store())
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return Engine(
+        engine = Engine(
             store,
             self.global_rank,
             self.world_size,
@@ -269,6 +269,10 @@ class PipelineStrategy(Together):
             device=self.root_device,
             store_rank=None if agent_serves else 0,
         )
+        if self.world_size > 1:
+            with engine.control.joining("strategy"):
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return engine
 
     # Set-up and tear-down of a run
 
@@ -280,11 +284,14 @@ class PipelineStrategy(Together):
         self._reset_optimizers_and_schedulers()
         adapt(self._shadows, trainer, self.exchange.leads)
         if trainer.state.fn == "fit":
-            capture = capture_from_loader(trainer, self)
-            if capture is not None:
-                self._prepare(capture)
-            self.setup_optimizers(trainer)
+            with self.exchange.blaming():
+                capture = capture_from_loader(trainer, self)
+                if capture is not None:
+                    self._prepare(capture)
+                self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        assert self._engine is not None
+        trainer._signal_connector._sigterm_notifier_fn = Sigterm(self._engine.control, trainer)
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
@@ -322,7 +329,8 @@ class PipelineStrategy(Together):
 
     def teardown(self) -> None:
         if self._pipeline is not None:
-            self._pipeline.close(whole=not self._is_interrupted())
+            with self.exchange.blaming():
+                self._pipeline.close(whole=not self._is_interrupted())
             self._pipeline = None
         self._shadows.lift()
         super().teardown()

@@ -176,7 +176,8 @@ class Pipeline:
         except RankFailedError:
             raise
         except Exception as error:
-            self._end(("error", describe(error)), batch)
+            if not self.engine.control.failed:  # else an action failed, and all ranks know of it
+                self._end(("error", describe(error)), batch)
             raise
         finally:
             self._depth -= 1

@@ -6,6 +6,7 @@ rank 0   plan ──► every rank
 all      keep own tensors, build own stage
 """
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,6 +92,7 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     copies = list(copies_of(run.module, run.callbacks))
     for each in (run.module, *copies):
         partition(each, owners, run.exchange.rank, run.group, run.engine.device)
+    gc.collect()  # weights that went to other ranks are still in reference cycles
     prepare_precision(run.precision, run.engine.device, run.group)
     _install(run, traced, plan, owners)
     restore_clipping = install_clipping(
