@@ -73,7 +73,9 @@ def all_gather(x: Tensor, bounds: Bounds, dim: int, group: ProcessGroup) -> Tens
     """The whole tensor from everyone's interval; no gradient."""
     lengths = [stop - start for start, stop in zip(bounds, bounds[1:])]
     rank = dist.get_rank(group)
-    assert x.shape[dim] == lengths[rank], f"member {rank} holds {tuple(x.shape)}, not {lengths[rank]} of {dim}"
+    assert x.shape[dim] == lengths[rank], (
+        f"member {rank} holds {tuple(x.shape)}, not {lengths[rank]} of {dim}"
+    )
     shape = list(x.shape)
     shape[dim] = bounds[-1]
     row = torch.Size(_with(x.shape, dim, 1)).numel()

@@ -74,7 +74,13 @@ def _receive(reader: Any, rank: int) -> tuple[float | None, Any]:
 
 
 def _child(
-    rank: int, n: int, fn: Callable[..., Any], args: tuple[Any, ...], store: Path, timeout_s: float, writer: Connection
+    rank: int,
+    n: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    store: Path,
+    timeout_s: float,
+    writer: Connection,
 ) -> None:
     torch.set_num_threads(1)
     code = 0

@@ -89,7 +89,9 @@ def _values(rank: int) -> dict[str, float]:
             ("slice", collective.slice_replicated(whole, bounds, 1, group), mine),
         ):  # fmt: skip
             assert found.shape == wanted.shape, name
-            errors[name] = max(errors.get(name, 0.0), float((found - wanted).abs().max()) if wanted.numel() else 0.0)
+            errors[name] = max(
+                errors.get(name, 0.0), float((found - wanted).abs().max()) if wanted.numel() else 0.0
+            )
     return errors
 
 
