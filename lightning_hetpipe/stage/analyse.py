@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from lightning_hetpipe.errors import PlanError
@@ -28,7 +29,7 @@ from lightning_hetpipe.stage.rules import (
     Site,
     answer,
 )
-from lightning_hetpipe.stage.shapes import infer_shapes
+from lightning_hetpipe.stage.shapes import Code, code_of, infer_shapes
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class StageLayout:
         for name, operation in self.operations.items():
             if not operation.label:
                 continue
-            form, sharding = self.form(name)
+            _, sharding = self.form(name)
             cuts = ":".join(map(str, sharding.counts)) if sharding else "all"
             spoken = "; ".join(collectives(operation, self.choice, self.operations))
             way = self.choice.ways[name].name
@@ -89,7 +90,7 @@ class StageLayout:
 
 
 def analyse(
-    stage: fx.GraphModule,
+    stage: nn.Module,
     inputs: Mapping[str, Tensor],
     shares: tuple[float, ...],
     cost: Cost | None = None,
@@ -98,8 +99,8 @@ def analyse(
     """Chooses the layout of a stage; must see the full (or meta) tensors, before they are cut.
 
     Args:
-        stage: The traced stage; its placeholders are the names of the values that enter.
-        inputs: One tensor per placeholder, of one micro-batch (meta will do).
+        stage: A `StageModule`, or a `torch.fx.GraphModule`.
+        inputs: One tensor per value that enters, of one micro-batch (meta will do).
         shares: Fractions of the members, in order of the group's ranks.
         cost: Seconds of compute and collectives; default: speeds proportional to the shares.
         align: Multiple of channels that the members' kernels prefer; kept where there are enough.
@@ -108,44 +109,101 @@ def analyse(
         PlanError: No operation can be shared: fewer channels than devices, or nothing of a known kind.
     """
     shares = tuple(shares)
-    values = infer_shapes(stage, inputs)
-    cutter = Cutter(shares, align)
-    modules = dict(stage.named_modules())
-    used = _uses(stage)
-    for unit in _wanted_units(stage, modules):
-        cutter.ask(*unit)
-    operations: dict[str, Operation] = {}
-    found: dict[str, dict[str, Realisation]] = {}
-    operands: dict[str, dict[str, str]] = {}
-    shardings: dict[str, Sharding | None] = {}
-    renamed: dict[str, str] = {}
-    for node in stage.graph.nodes:
-        named = {n.name: renamed.get(n.name, n.name) for n in node.all_input_nodes}
-        operands[node.name] = named
-        tensors = [n for n in node.all_input_nodes if _holds_tensor(values[n.name])]
-        taken = list(dict.fromkeys(named[n.name] for n in tensors))
-        module = modules.get(node.target) if node.op == "call_module" else None
-        answered = _answer(node, module, taken, stage, values, shardings, cutter, used)
-        shardings[node.name] = answered.sharding
-        ways = _whole_ways(node, module, len(taken), values, shardings, taken) + answered.shared
-        found[node.name] = {_key(r.way): r for r in ways}
-        operations[node.name] = _operation(node, module, taken, ways, values, answered)
-        if mutates(node, module):
-            written = named[node.args[0].name]
-            renamed = {name: node.name if now == written else now for name, now in renamed.items()}
-            renamed |= {node.args[0].name: node.name, written: node.name}
+    code = code_of(stage)
+    values = infer_shapes(code, inputs)
+    plain = frozenset(name for name, value in values.items() if not _holds_tensor(value))
+    survey = _Survey(code, values, plain, Cutter(shares, align))
+    survey.run()
+    operations = survey.operations
     if not any(way.shared for operation in operations.values() for way in operation.ways):
         notes = "; ".join(f"{o.name}: {o.note}" for o in operations.values() if o.note)
         raise PlanError(
-            f"nothing in this stage can be shared by channels among {len(shares)} devices at shares {shares}: "
+            f"nothing in this stage can be shared by channels among {len(shares)} devices at {shares}: "
             f"{notes or 'it has no operation with channels'}. Use a smaller group, or split by batch"
         )
     chosen = choose(list(operations.values()), cost or GroupCost(shares))
-    realisations = {name: found[name][_key(way)] for name, way in chosen.ways.items()}
-    placements = _placements(stage, realisations)
-    plain = frozenset(name for name, value in values.items() if not _holds_tensor(value))
-    whole = tuple(name for name, _ in stage.named_parameters() if name not in placements)
-    return StageLayout(shares, operations, chosen, realisations, operands, plain, placements, whole)
+    realisations = {name: survey.realisations[name][_key(way)] for name, way in chosen.ways.items()}
+    placements = _placements(code, realisations)
+    named = (code.name(name) for name, _ in code.root.named_parameters() if name in survey.parameters)
+    whole = tuple(name for name in named if name not in placements)
+    return StageLayout(shares, operations, chosen, realisations, survey.operands, plain, placements, whole)
+
+
+class _Survey:
+    """Asks the rules about every node, in order."""
+
+    def __init__(self, code: Code, values: Mapping[str, Any], plain: frozenset[str], cutter: Cutter) -> None:
+        self.code = code
+        self.values = values
+        self.plain = plain
+        self.cutter = cutter
+        self.modules = dict(code.root.named_modules(remove_duplicate=False))
+        self.nodes = {node.name: node for node in code.graph.nodes}
+        self.used, self.parameters = _uses(code, self.modules)
+        self.operations: dict[str, Operation] = {}
+        self.realisations: dict[str, dict[str, Realisation]] = {}
+        self.operands: dict[str, dict[str, str]] = {}
+        self.shardings: dict[str, Sharding | None] = {}
+
+    def run(self) -> None:
+        for channels, unit in _wanted_units(self.code.graph, self.modules):
+            self.cutter.ask(channels, unit)
+        renamed: dict[str, str] = {}  # tensors that were changed in place, to what holds the result
+        for node in self.code.graph.nodes:
+            if node.target is torch.set_grad_enabled:
+                raise PlanError(
+                    "this stage switches gradients off and on, so that its channels cannot be shared: "
+                    "split it by batch"
+                )
+            named = {n.name: renamed.get(n.name, n.name) for n in node.all_input_nodes}
+            self.operands[node.name] = named
+            entering = node.name in self.code.entering
+            taken = (
+                [] if entering else [named[n.name] for n in node.all_input_nodes if n.name not in self.plain]
+            )
+            self._visit(node, list(dict.fromkeys(taken)))
+            module = self.module(node)
+            if mutates(node, module):
+                written = named[node.args[0].name]
+                renamed = {name: node.name if now == written else now for name, now in renamed.items()}
+                renamed |= {node.args[0].name: node.name, written: node.name}
+
+    def module(self, node: fx.Node) -> nn.Module | None:
+        return self.modules[str(node.target)] if node.op == "call_module" else None
+
+    def _visit(self, node: fx.Node, taken: list[str]) -> None:
+        module = self.module(node)
+        answered = self._answer(node, module, taken)
+        self.shardings[node.name] = answered.sharding
+        sharding = self.shardings[taken[0]] if len(taken) == 1 else None
+        ways = _whole_ways(node, module, len(taken), sharding) + answered.shared
+        self.realisations[node.name] = {_key(realisation.way): realisation for realisation in ways}
+        value = self.values[node.name]
+        tensor = isinstance(value, Tensor)
+        self.operations[node.name] = Operation(
+            name=node.name,
+            inputs=tuple(taken),
+            ways=tuple(realisation.way for realisation in ways),
+            work=answered.work,
+            size_bytes=float(value.numel() * value.element_size()) if tensor else 0.0,
+            gradient=value.requires_grad if tensor else True,
+            sharding=answered.sharding,
+            tensor=tensor,
+            label="" if node.name in self.code.entering or node.name in self.plain else _label(node, module),
+            note=answered.note,
+        )
+
+    def _answer(self, node: fx.Node, module: nn.Module | None, taken: list[str]) -> Answer:
+        value = self.values[node.name]
+        if node.name in self.code.entering:
+            return Answer(_guess(value, self.cutter))
+        if node.op == "get_attr":
+            return Answer(_only_dim(value, self.cutter))
+        if node.op in ("placeholder", "output") or node.name in self.plain:
+            return Answer()
+        own = module is None or all(self.used[id(parameter)] == 1 for parameter in module.parameters())
+        inputs = tuple(self.nodes[name] for name in taken)
+        return answer(Site(node, module, inputs, self.values, self.shardings, self.cutter, own))
 
 
 def mutates(node: fx.Node, module: nn.Module | None) -> bool:
@@ -171,51 +229,30 @@ def _holds_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _uses(stage: fx.GraphModule) -> dict[int, int]:
-    """How many nodes use each parameter."""
+def _uses(code: Code, modules: Mapping[str, nn.Module]) -> tuple[dict[int, int], set[str]]:
+    """How many nodes use each parameter, and the names of those used at all."""
     count: dict[int, int] = {}
-    modules = dict(stage.named_modules())
-    for node in stage.graph.nodes:
+    for node in code.graph.nodes:
         if node.op == "call_module":
-            for parameter in modules[node.target].parameters():
-                count[id(parameter)] = count.get(id(parameter), 0) + 1
+            tensors = list(modules[str(node.target)].parameters())
         elif node.op == "get_attr":
-            tensor = operator.attrgetter(node.target)(stage)
+            tensors = [operator.attrgetter(str(node.target))(code.root)]
+        else:
+            continue
+        for tensor in tensors:
             count[id(tensor)] = count.get(id(tensor), 0) + 1
-    return count
+    return count, {name for name, parameter in code.root.named_parameters() if id(parameter) in count}
 
 
-def _wanted_units(stage: fx.GraphModule, modules: Mapping[str, nn.Module]) -> Iterator[tuple[int, int]]:
+def _wanted_units(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> Iterator[tuple[int, int]]:
     """(channels, unit) that grouped operations ask of the cuts."""
-    for node in stage.graph.nodes:
-        module = modules.get(node.target) if node.op == "call_module" else None
+    for node in graph.nodes:
+        module = modules[str(node.target)] if node.op == "call_module" else None
         if isinstance(module, nn.GroupNorm):
             yield module.num_channels, module.num_channels // module.num_groups
         elif isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1:
             yield module.in_channels, module.in_channels // module.groups
             yield module.out_channels, module.out_channels // module.groups
-
-
-def _answer(
-    node: fx.Node,
-    module: nn.Module | None,
-    taken: list[str],
-    stage: fx.GraphModule,
-    values: Mapping[str, Any],
-    shardings: Mapping[str, Sharding | None],
-    cutter: Cutter,
-    used: Mapping[int, int],
-) -> Answer:
-    if node.op == "placeholder":
-        return Answer(_guess(values[node.name], cutter))
-    if node.op == "get_attr":
-        return Answer(_only_dim(values[node.name], cutter))
-    if node.op == "output":
-        return Answer()
-    nodes = {n.name: n for n in stage.graph.nodes}
-    own = module is None or all(used[id(parameter)] == 1 for parameter in module.parameters())
-    site = Site(node, module, tuple(nodes[name] for name in taken), values, shardings, cutter, own)
-    return answer(site)
 
 
 def _guess(value: Any, cutter: Cutter) -> Sharding | None:
@@ -235,21 +272,15 @@ def _only_dim(value: Any, cutter: Cutter) -> Sharding | None:
 
 
 def _whole_ways(
-    node: fx.Node,
-    module: nn.Module | None,
-    n_inputs: int,
-    values: Mapping[str, Any],
-    shardings: Mapping[str, Sharding | None],
-    taken: list[str],
+    node: fx.Node, module: nn.Module | None, n_inputs: int, sharding: Sharding | None
 ) -> list[Realisation]:
-    """Every member does all of it; without parameters also on a copied value, and sizes on any form."""
+    """Every member does all of it; without state also on a copied value, and sizes on any form."""
     whole = [Realisation(Way("whole", (Form.REPLICATED,) * n_inputs, Form.REPLICATED))]
     if node.op == "output" or n_inputs == 0:
         return whole
-    if module is None or not any(True for _ in module.parameters()):
-        if module is None or not any(True for _ in module.buffers()):
-            whole.append(Realisation(Way("whole", (Form.COPIED,) * n_inputs, Form.COPIED)))
-    if n_inputs == 1 and _reads_other_sizes(node, shardings[taken[0]]):
+    if module is None or not (any(True for _ in module.parameters()) or any(True for _ in module.buffers())):
+        whole.append(Realisation(Way("whole", (Form.COPIED,) * n_inputs, Form.COPIED)))
+    if n_inputs == 1 and _reads_other_sizes(node, sharding):
         whole.append(Realisation(Way("whole", (Form.SHARDED,), Form.REPLICATED)))
     return whole
 
@@ -271,41 +302,16 @@ def _reads_other_sizes(node: fx.Node, sharding: Sharding | None) -> bool:
     return False
 
 
-def _operation(
-    node: fx.Node,
-    module: nn.Module | None,
-    taken: list[str],
-    ways: list[Realisation],
-    values: Mapping[str, Any],
-    answered: Answer,
-) -> Operation:
-    value = values[node.name]
-    tensor = isinstance(value, Tensor)
-    label = ""
-    if node.op in ("call_module", "call_function", "call_method"):
-        label = (
-            type(module).__name__
-            if module is not None
-            else getattr(node.target, "__name__", str(node.target))
-        )
-    return Operation(
-        name=node.name,
-        inputs=tuple(taken),
-        ways=tuple(realisation.way for realisation in ways),
-        work=answered.work,
-        size_bytes=float(value.numel() * value.element_size()) if tensor else 0.0,
-        gradient=value.requires_grad if tensor else True,
-        sharding=answered.sharding,
-        tensor=tensor,
-        label=label,
-        note=answered.note,
-    )
+def _label(node: fx.Node, module: nn.Module | None) -> str:
+    if node.op in ("placeholder", "get_attr", "output"):
+        return ""
+    return type(module).__name__ if module is not None else getattr(node.target, "__name__", str(node.target))
 
 
-def _placements(stage: fx.GraphModule, realisations: Mapping[str, Realisation]) -> dict[str, Placement]:
-    """Cut tensors by their fully qualified names."""
+def _placements(code: Code, realisations: Mapping[str, Realisation]) -> dict[str, Placement]:
+    """Cut tensors by their names relative to the pipelined module."""
     return {
-        f"{node.target}.{name}": placement
-        for node in stage.graph.nodes
+        code.name(f"{node.target}.{name}"): placement
+        for node in code.graph.nodes
         for name, placement in realisations[node.name].placements.items()
     }

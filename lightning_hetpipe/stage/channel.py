@@ -1,7 +1,7 @@
 """One member's part of a stage that a group shares by channels, exactly.
 
-    values ──► whole ──slice──► [conv | norm | relu of my channels] ──gather──► [conv] ──sum──► whole ──► outputs
-               same on all       different on each member              column    row             same on all
+    values ──► whole ──► [conv, norm, relu: my channels] ──gather──► [conv] ... [conv] ──sum──► whole
+               same on all     column                            column     row        same on all
 
 Values enter and leave whole (replicated) on every member. A replicated parameter gets the full
 gradient on every member, a cut one the gradient of its shard, so that no gradient is reduced after
@@ -15,7 +15,7 @@ generators (cpu and cuda in one group) must not run random operations whole.
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from lightning_hetpipe.stage.analyse import StageLayout, mutates
 from lightning_hetpipe.stage.consolidate import shard_
 from lightning_hetpipe.stage.kernels import Kernel, Member, with_own_randomness
 from lightning_hetpipe.stage.layout import Conversion, Form
+from lightning_hetpipe.stage.shapes import Code, code_of
 
 Key = tuple[str, Form | None]  # a value in one of its forms; None where it is no tensor
 
@@ -68,7 +69,8 @@ class ChannelStage(nn.Module):
     """A stage of which this member computes its channels.
 
     Args:
-        stage: The traced stage. Its parameters are, or will be, this member's shards (`shard_`).
+        stage: A `StageModule`, or a `torch.fx.GraphModule`. Its parameters are, or will be, this
+            member's shards (`shard_`).
         layout: As `analyse` chose it, equal on every member.
         group: The members' own process group; the rank in it is the member.
         seed: Of the random operations, equal on every member.
@@ -77,24 +79,23 @@ class ChannelStage(nn.Module):
         forwards: Count of forwards, which moves the random stream; set it to repeat one (recompute).
     """
 
-    def __init__(
-        self, stage: fx.GraphModule, layout: StageLayout, group: ProcessGroup, seed: int = 0
-    ) -> None:
+    def __init__(self, stage: nn.Module, layout: StageLayout, group: ProcessGroup, seed: int = 0) -> None:
         super().__init__()
         if dist.get_world_size(group) != len(layout.shares):
             raise PlanError(
                 f"a layout for {len(layout.shares)} members cannot run on {dist.get_world_size(group)}"
             )
-        self.stage = stage
+        self.__dict__["stage"] = stage  # not a child: this module owns nothing
+        self.code = code_of(stage)
         self.layout = layout
         self.member = Member(dist.get_rank(group), group)
         self.seed = seed
         self.forwards = 0
-        self._steps = _with_drops(_program(stage, layout, self.member))
+        self._steps = _with_drops(_program(self.code, layout, self.member))
 
     def shard_(self) -> "ChannelStage":
         """Cuts the stage's full parameters and buffers in place to this member's."""
-        shard_(self.stage, self.layout.placements, self.member.index)
+        shard_(self.code.module, self.layout.placements, self.member.index)
         return self
 
     def forward(self, values: Mapping[str, Tensor]) -> Any:
@@ -126,28 +127,29 @@ class ChannelStage(nn.Module):
                 del live[key]
         return live[self._steps[-1].result]
 
-    def train(self, mode: bool = True) -> "ChannelStage":
-        """Sets this module's flag only: the mode of the stage's modules belongs to the model that owns them."""
-        self.training = mode
-        return self
+    def output(self, values: Mapping[str, Tensor]) -> Any:
+        """Makes what the pipelined module returns of what this last stage's forward returned."""
+        return self.__dict__["stage"].output(values)
 
 
-def _program(stage: fx.GraphModule, layout: StageLayout, member: Member) -> list[Step]:
+def _program(code: Code, layout: StageLayout, member: Member) -> list[Step]:
     steps: list[Step] = []
-    modules = dict(stage.named_modules())
+    modules = dict(code.root.named_modules(remove_duplicate=False))
     consumers = Counter(value for operands in layout.operands.values() for value in operands.values())
-    for node in stage.graph.nodes:
+    for node in code.graph.nodes:
         name, realisation = node.name, layout.realisations[node.name]
         steps += [_conversion(c, layout, member) for c in layout.choice.conversions[name]]
         forms = dict(zip(layout.operations[name].inputs, realisation.way.inputs))
         operands = layout.operands[name]
         result: Key = (name, None if name in layout.plain else realisation.way.output)
-        if node.op == "placeholder":
-            steps.append(Step(name, operator.itemgetter(node.target), (VALUES,), {}, result))
+        if name in code.entering:
+            steps.append(Step(name, operator.itemgetter(code.entering[name]), (VALUES,), {}, result))
             continue
+        if node.op == "placeholder":
+            continue  # the mapping from which the inputs are popped
         args, kwargs = (_slots(argument, operands, forms) for argument in (node.args, node.kwargs))
-        module = modules[node.target] if node.op == "call_module" else None
-        run = realisation.kernel(member) if realisation.kernel else _target(stage, node, module)
+        module = modules[str(node.target)] if node.op == "call_module" else None
+        run = realisation.kernel(member) if realisation.kernel else _target(code.root, node, module)
         if realisation.own_randomness:
             run = with_own_randomness(run, member)
         if mutates(node, module):
@@ -160,22 +162,24 @@ def _program(stage: fx.GraphModule, layout: StageLayout, member: Member) -> list
 
 
 def _slots(argument: Any, operands: Mapping[str, str], forms: Mapping[str, Form]) -> Any:
-    return fx.node.map_arg(argument, lambda node: Slot((operands[node.name], forms.get(operands[node.name]))))
+    def slot(node: fx.Node) -> Any:
+        return Slot((operands[node.name], forms.get(operands[node.name])))
+
+    return fx.node.map_arg(argument, slot)
 
 
-def _target(stage: fx.GraphModule, node: fx.Node, module: nn.Module | None) -> Kernel:
+def _target(root: nn.Module, node: fx.Node, module: nn.Module | None) -> Kernel:
     """What the node itself calls."""
     if module is not None:
         return module
-    if node.op == "get_attr":
-        read = operator.attrgetter(node.target)
-        return lambda: read(stage)
-    if node.op == "call_method":
-        return lambda target, *args, **kwargs: getattr(target, node.target)(*args, **kwargs)
     if node.op == "output":
         return lambda result: result
-    function: Kernel = node.target
-    return function
+    if not isinstance(node.target, str):
+        return node.target
+    name = node.target
+    if node.op == "get_attr":
+        return lambda: operator.attrgetter(name)(root)
+    return lambda target, *args, **kwargs: getattr(target, name)(*args, **kwargs)
 
 
 def _on_a_copy(run: Kernel) -> Kernel:
@@ -186,6 +190,7 @@ def _on_a_copy(run: Kernel) -> Kernel:
 def _conversion(conversion: Conversion, layout: StageLayout, member: Member) -> Step:
     sharding = layout.operations[conversion.value].sharding
     where = (sharding.bounds, sharding.dim, member.group) if sharding else ()
+    run: Any
     run, options = {
         (Form.REPLICATED, Form.COPIED): (collective.copy_to_group, (member.group,)),
         (Form.REPLICATED, Form.SHARDED): (collective.slice_replicated, where),
@@ -208,10 +213,20 @@ def _with_drops(steps: list[Step]) -> list[Step]:
     needed = {steps[-1].result, VALUES.key}
     dropping = []
     for step in reversed(steps):
-        used: set[Key] = {step.result}
-        fx.node.map_aggregate(
-            (step.args, step.kwargs), lambda a: used.add(a.key) if isinstance(a, Slot) else a
-        )
+        used = {step.result, *_keys(step.args), *_keys(step.kwargs)}
         dropping.append(replace(step, drop=tuple(used - needed)))
         needed |= used
     return dropping[::-1]
+
+
+def _keys(argument: Any) -> Iterator[Key]:
+    """The values in an argument."""
+    if isinstance(argument, Slot):
+        yield argument.key
+    elif isinstance(argument, slice):
+        yield from _keys((argument.start, argument.stop, argument.step))
+    elif isinstance(argument, Mapping):
+        yield from _keys(tuple(argument.values()))
+    elif isinstance(argument, (tuple, list)):
+        for item in argument:
+            yield from _keys(item)

@@ -158,7 +158,7 @@ def unshard_(module: nn.Module, full: Mapping[str, Tensor], placements: Placemen
 
 
 def _replace(module: nn.Module, placements: Placements, make: Any) -> None:
-    tensors = dict(module.named_parameters(remove_duplicate=False))
+    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= dict(module.named_buffers(remove_duplicate=False))
     missing = sorted(set(placements) - set(tensors))
     if missing:

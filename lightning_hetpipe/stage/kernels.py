@@ -27,7 +27,7 @@ class Member:
 
 
 def row(module: nn.Module, member: Member, scatter: Sharding | None) -> Kernel:
-    """Takes a shard of the input channels; sums over the group, whole or scattered; then adds the bias once."""
+    """Takes a shard of the input channels and sums over the group, whole or scattered; adds the bias once."""
     channel_dim = -1 if isinstance(module, nn.Linear) else 1
 
     def run(x: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""Chooses how a group executes each operation of its stage: whole on everyone, or shared by channels.
+r"""Chooses how a group executes each operation of its stage: whole on everyone, or shared by channels.
 
 Every operation lists its *ways*: which form it takes each input in, which form its result has, how
 much of the arithmetic a member does, and which collectives it needs itself. A value that is needed
 in another form than it has is *converted*; a conversion is paid once, however many consumers
 share it (V = bytes of the whole value, forward / backward):
 
-    from \\ to     replicated            copied                sharded
+    from \ to     replicated            copied                sharded
     replicated    -                     0 / all-reduce V      0 / all-gather V
     copied        0 / 0                 -                     0 / 0
     sharded       all-gather V / 0      all-gather V /        -
@@ -13,7 +13,7 @@ share it (V = bytes of the whole value, forward / backward):
 
 The choice is a dynamic programme over the operations in execution order whose state is the forms in
 which each live value exists. It is exact while at most ``BEAM`` states are alive (chains, residual
-and squeeze-excite blocks: fewer than 50); beyond that (dense blocks) the cheapest ``BEAM`` are kept.
+and squeeze-excite blocks: fewer than 200); beyond that (dense blocks) the cheapest ``BEAM`` are kept.
 This module knows no torch.
 """
 
@@ -169,7 +169,7 @@ class Choice:
     exact: bool = True
 
 
-_FREE: dict[tuple[Form, Form], tuple[str | None, str | None]] = {
+_COLLECTIVES_OF: dict[tuple[Form, Form], tuple[str | None, str | None]] = {
     (Form.REPLICATED, Form.COPIED): (None, "all_reduce"),
     (Form.REPLICATED, Form.SHARDED): (None, "all_gather"),
     (Form.COPIED, Form.REPLICATED): (None, None),
@@ -178,8 +178,8 @@ _FREE: dict[tuple[Form, Form], tuple[str | None, str | None]] = {
     (Form.SHARDED, Form.COPIED): ("all_gather", "reduce_scatter"),
 }
 
-_Forms = frozenset[Form]
-_State = tuple[tuple[str, _Forms], ...]  # live values, by name, with the forms in which each exists
+_State = tuple[frozenset[Form], ...]  # the forms in which each live value exists, in order of the live values
+_Moves = dict[tuple[Way, _State], tuple[float, tuple[Conversion, ...], _State] | None]
 
 
 @dataclass
@@ -199,46 +199,57 @@ def choose(operations: Sequence[Operation], cost: Cost) -> Choice:
     """
     table = {operation.name: operation for operation in operations}
     last_use = {name: i for i, operation in enumerate(operations) for name in operation.inputs}
+    live: list[str] = []
     paths: dict[_State, _Path] = {(): _Path(0.0)}
     exact = True
     for index, operation in enumerate(operations):
+        places = [live.index(name) for name in operation.inputs]
+        alive = [place for place, name in enumerate(live) if last_use[name] > index]
+        used_later = operation.name in last_use
+        moves: _Moves = {}
         found: dict[_State, _Path] = {}
         for state, path in paths.items():
+            taken = tuple(state[place] for place in places)
             for way in operation.ways:
-                step = _step(dict(state), operation, way, table, cost)
-                if step is None:
+                if (way, taken) not in moves:
+                    moves[way, taken] = _move(operation, way, taken, table, cost)
+                move = moves[way, taken]
+                if move is None:
                     continue
-                seconds, conversions, live = step
-                live[operation.name] = frozenset({way.output})
-                key = tuple(
-                    sorted((name, forms) for name, forms in live.items() if last_use.get(name, -1) > index)
-                )
+                seconds, conversions, given = move
+                after = list(state)
+                for place, forms in zip(places, given):
+                    after[place] = forms
+                key = tuple(after[place] for place in alive) + (frozenset({way.output}),) * used_later
                 total = path.seconds + seconds
                 if key not in found or total < found[key].seconds - 1e-15:
                     found[key] = _Path(total, way, conversions, path)
         assert found, f"operation {operation.name} has no way that its inputs allow"
         if len(found) > BEAM:
             exact = False
-            kept = heapq.nsmallest(BEAM, found.items(), key=lambda item: item[1].seconds)
-            found = dict(kept)
+            found = dict(heapq.nsmallest(BEAM, found.items(), key=lambda item: item[1].seconds))
         paths = found
-    best: _Path | None = min(paths.values(), key=lambda path: path.seconds)
-    assert best is not None
-    seconds = best.seconds
+        live = [live[place] for place in alive] + [operation.name] * used_later
+    return _read_back(operations, min(paths.values(), key=lambda path: path.seconds), exact)
+
+
+def _read_back(operations: Sequence[Operation], best: _Path, exact: bool) -> Choice:
     ways: dict[str, Way] = {}
-    conversions_at: dict[str, tuple[Conversion, ...]] = {}
+    conversions: dict[str, tuple[Conversion, ...]] = {}
+    path: _Path | None = best
     for operation in reversed(operations):
-        assert best is not None and best.way is not None
-        ways[operation.name] = best.way
-        conversions_at[operation.name] = best.conversions
-        best = best.before
-    return Choice(ways, conversions_at, seconds, exact)
+        assert path is not None
+        assert path.way is not None
+        ways[operation.name] = path.way
+        conversions[operation.name] = path.conversions
+        path = path.before
+    return Choice(ways, conversions, best.seconds, exact)
 
 
-def _step(
-    live: dict[str, _Forms], operation: Operation, way: Way, table: Mapping[str, Operation], cost: Cost
-) -> tuple[float, tuple[Conversion, ...], dict[str, _Forms]] | None:
-    """Seconds, new conversions and the live values after them; None where a value has no such form."""
+def _move(
+    operation: Operation, way: Way, taken: _State, table: Mapping[str, Operation], cost: Cost
+) -> tuple[float, tuple[Conversion, ...], _State] | None:
+    """Seconds, new conversions and the inputs' forms after them; None where a value has no such form."""
     seconds = cost.compute_s(operation.work, way.shared)
     for kind, size_bytes in way.forward:
         seconds += cost.collective_s(kind, size_bytes)
@@ -246,22 +257,22 @@ def _step(
         for kind, size_bytes in way.backward:
             seconds += cost.collective_s(kind, size_bytes)
     conversions = []
-    for name, form in zip(operation.inputs, way.inputs):
-        forms = live[name]
-        if form in forms:
+    given = list(taken)
+    for place, (name, form) in enumerate(zip(operation.inputs, way.inputs)):
+        if form in taken[place]:
             continue
         value = table[name]
         if not value.tensor or (form is Form.SHARDED and value.sharding is None):
             return None
-        price, source = min((_conversion_s(value, source, form, cost), source) for source in sorted(forms))
+        price, source = min((_conversion_s(value, source, form, cost), source) for source in taken[place])
         seconds += price
         conversions.append(Conversion(name, source, form))
-        live[name] = forms | {form}
-    return seconds, tuple(conversions), live
+        given[place] = taken[place] | {form}
+    return seconds, tuple(conversions), tuple(given)
 
 
 def _conversion_s(value: Operation, source: Form, target: Form, cost: Cost) -> float:
-    forward, backward = _FREE[source, target]
+    forward, backward = _COLLECTIVES_OF[source, target]
     seconds = cost.collective_s(forward, value.size_bytes) if forward else 0.0
     if backward and value.gradient:
         seconds += cost.collective_s(backward, value.size_bytes)
@@ -272,7 +283,7 @@ def collectives(operation: Operation, choice: Choice, table: Mapping[str, Operat
     """What the operation communicates, as ``forward: all_gather x`` lines for people."""
     lines = []
     for conversion in choice.conversions[operation.name]:
-        forward, backward = _FREE[conversion.source, conversion.target]
+        forward, backward = _COLLECTIVES_OF[conversion.source, conversion.target]
         if not table[conversion.value].gradient:
             backward = None
         if forward or backward:

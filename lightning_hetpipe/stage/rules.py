@@ -54,8 +54,9 @@ POINTWISE_FUNCTIONS = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.pow,
 }  # fmt: skip
 POINTWISE_METHODS = {
-    "relu", "relu_", "sigmoid", "tanh", "add", "add_", "sub", "mul", "mul_", "div", "div_", "neg", "abs", "exp",
-    "sqrt", "rsqrt", "clamp", "contiguous", "clone", "detach", "float", "half", "double", "bfloat16", "type_as",
+    "relu", "relu_", "sigmoid", "tanh", "add", "add_", "sub", "mul", "mul_", "div", "div_", "neg", "abs",
+    "exp", "sqrt", "rsqrt", "clamp", "contiguous", "clone", "detach", "float", "half", "double", "bfloat16",
+    "type_as",
 }  # fmt: skip
 SPATIAL_FUNCTIONS = {
     F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d,
@@ -419,7 +420,7 @@ def _permute(site: Site) -> Answer:
     if sharding is None:
         return Answer()
     if site.node.target in (torch.permute, "permute"):
-        order = site.argument(1, "dims") if site.node.target is torch.permute else site.node.args[1:]
+        order: Any = site.argument(1, "dims") if site.node.target is torch.permute else site.node.args[1:]
         if len(order) == 1 and isinstance(order[0], (tuple, list)):
             order = order[0]
         dims = [d % x.ndim for d in order]

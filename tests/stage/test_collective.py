@@ -79,13 +79,17 @@ def _values(rank: int) -> dict[str, float]:
         bounds, members = bounds_of(counts), range(len(counts))
         whole = _form("replicated", (2, bounds[-1], 3), 1, bounds, rank, 7)
         terms = [_form("partial", (2, bounds[-1], 3), 1, bounds, r, 7) for r in members]
-        mine = whole.narrow(1, bounds[rank], counts[rank])
+
+        def mine_of(x: torch.Tensor, start: int = bounds[rank], length: int = counts[rank]) -> torch.Tensor:
+            return x.narrow(1, start, length)
+
+        mine = mine_of(whole)
         total = sum(terms)
         for name, found, wanted in (
             ("gather", collective.gather_channels(mine, bounds, 1, group), whole),
             ("gather_replicated", collective.gather_replicated(mine, bounds, 1, group), whole),
             ("sum", collective.sum_over_group(terms[rank], group), total),
-            ("scatter", collective.scatter_sum(terms[rank], bounds, 1, group), total.narrow(1, bounds[rank], counts[rank])),
+            ("scatter", collective.scatter_sum(terms[rank], bounds, 1, group), mine_of(total)),
             ("slice", collective.slice_replicated(whole, bounds, 1, group), mine),
         ):  # fmt: skip
             assert found.shape == wanted.shape, name

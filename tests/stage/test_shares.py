@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,9 +24,9 @@ def test_every_member_gets_a_unit_and_every_cut_is_a_multiple_of_it(shares, unit
             channel_bounds(units * unit, shares, unit)
         return
     bounds = channel_bounds(units * unit, shares, unit)
-    assert bounds[0] == 0 and bounds[-1] == units * unit
+    assert (bounds[0], bounds[-1]) == (0, units * unit)
     assert all(bound % unit == 0 for bound in bounds)
-    assert all(stop - start >= unit for start, stop in zip(bounds, bounds[1:]))
+    assert all(stop - start >= unit for start, stop in pairwise(bounds))
 
 
 def test_known_cuts():
