@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers import it on their first step: once here, not once in every rank
 import torch.distributed as dist
 
 
