@@ -1,0 +1,154 @@
+"""Training as a pipeline gives what one device gives with the same micro-batches, in double precision.
+
+The full product of cases takes a while, so a run of the suite covers each pair of settings at least once.
+``HETPIPE_PARITY=all`` runs the product, with ResNet-18 and VGG-11 at their full size.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Plan
+from lightning_hetpipe.plans import Stage
+from lightning_hetpipe.tracing import trace
+from tests.helpers.models import FULL_SIZE, MODELS, Classifier, build, loader
+
+ALL = os.environ.get("HETPIPE_PARITY") == "all"
+SCHEDULES = ("gpipe", "1f1b")
+N_STAGES = (2, 3, 4)
+# Samples in a batch, in a micro-batch, and in the data set (the last batch is then smaller).
+SLICINGS = {"even": (6, 2, 6), "ragged": (8, 3, 7), "few": (4, 3, 4)}
+ACCUMULATE = (1, 2)
+STEPS = 3
+
+
+def cases() -> Iterator[tuple[str, str, int, str, int]]:
+    product = list(itertools.product(MODELS, SCHEDULES, N_STAGES, SLICINGS, ACCUMULATE))
+    if ALL:
+        yield from product
+        return
+    open_pairs = {pair for case in product for pair in itertools.combinations(enumerate(case), 2)}
+    while open_pairs:
+        case = max(product, key=lambda c: len(open_pairs & set(itertools.combinations(enumerate(c), 2))))
+        open_pairs -= set(itertools.combinations(enumerate(case), 2))
+        yield case
+
+
+class Recorder(pl.Callback):
+    """Keeps each step's loss and gradients; ranks write what they hold to files of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.losses: list[float] = []
+        self.gradients: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["loss"]))
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        held = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+        self.gradients.append(held)
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        torch.save((self.losses, self.gradients), self.folder / f"rank{trainer.global_rank}.pt")
+
+
+def hand_made_plan(
+    net: torch.nn.Module, x: Tensor, n_stages: int, batch: int, micro_batch: int, schedule: str
+) -> Plan:
+    """Cuts at pseudo-random layers; the last stage is on rank 0."""
+    graph = trace(net, (x,), {}).graph
+    generator = torch.Generator().manual_seed(n_stages * 100 + batch)
+    cuts = sorted((torch.randperm(len(graph) - 1, generator=generator)[: n_stages - 1] + 1).tolist())
+    devices = tuple(Device(f"d{i}") for i in range(n_stages))
+    edges = [0, *cuts, len(graph)]
+    names = [device.name for device in (*devices[1:], devices[0])]
+    return Plan(
+        cluster=Cluster("plain", devices),
+        layer_names=tuple(layer.name for layer in graph.layers),
+        stages=tuple(Stage(a, b, (name,)) for a, b, name in zip(edges, edges[1:], names)),
+        batch_size=batch,
+        micro_batch=micro_batch,
+        schedule=schedule,
+        in_flight=tuple(range(n_stages, 0, -1)),
+        graph_fingerprint=graph.fingerprint,
+    )
+
+
+def one_device(
+    net: torch.nn.Module, batches: list[tuple[Tensor, Tensor]], micro_batch: int, accumulate: int
+) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """The same micro-batches, one after the other, on one device."""
+    module = Classifier(net)
+    optimizer = module.configure_optimizers()
+    losses, gradients = [], []
+    for index, (x, y) in enumerate(batches):
+        total = 0.0
+        for xs, ys in zip(x.split(micro_batch), y.split(micro_batch)):
+            loss = F.cross_entropy(net(xs), ys) * (len(xs) / len(x))
+            (loss / accumulate).backward()
+            total += loss.item()
+        losses.append(total)
+        if (index + 1) % accumulate == 0 or index + 1 == len(batches):
+            gradients.append(
+                {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, gradients
+
+
+@pytest.mark.timeout(600 if ALL else 120)
+@pytest.mark.parametrize(("name", "schedule", "n_stages", "slicing", "accumulate"), cases())
+def test_training_equals_one_device(
+    name: str, schedule: str, n_stages: int, slicing: str, accumulate: int, tmp_path: Path
+) -> None:
+    batch, micro_batch, last_batch = SLICINGS[slicing]
+    net, data = build(name, full_size=ALL and name in FULL_SIZE)
+    reference, _ = build(name, full_size=ALL and name in FULL_SIZE)
+    samples = data(batch * (STEPS * accumulate - 1) + last_batch)
+    plan = hand_made_plan(net, samples[0][:micro_batch], n_stages, batch, micro_batch, schedule)
+
+    batches = list(zip(samples[0].split(batch), samples[1].split(batch)))
+    losses, gradients = one_device(reference, batches, micro_batch, accumulate)
+
+    module = Classifier(net)
+    trainer = pl.Trainer(
+        strategy=HetPipeStrategy(plan=plan, start_method="fork", timeout_s=60),
+        accelerator="cpu",
+        devices=n_stages,
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        callbacks=[Recorder(tmp_path)],
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, loader(samples, batch))
+
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(n_stages)]
+    for rank_losses, _ in ranks:
+        assert rank_losses == pytest.approx(losses, abs=1e-9)
+    for step, expected in enumerate(gradients):
+        found: dict[str, Tensor] = {}
+        for _, held in ranks:
+            found |= held[step]
+        assert found.keys() == expected.keys()
+        for key in expected:
+            torch.testing.assert_close(found[key], expected[key], atol=1e-9, rtol=0, msg=key)
+    expected_state = Classifier(reference).state_dict()
+    state = module.state_dict()
+    assert state.keys() == expected_state.keys()
+    for key in state:
+        torch.testing.assert_close(state[key], expected_state[key], atol=1e-9, rtol=0, msg=key)
