@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_hetpipe.errors import HetPipeError
     from lightning_hetpipe.plans import Plan
     from lightning_hetpipe.profiles import Profile
+    from lightning_hetpipe.stage.norm import convert_norm
     from lightning_hetpipe.timeline import Timeline
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ _HOME = {
     "Plan": "plans",
     "Profile": "profiles",
     "Timeline": "timeline",
+    "convert_norm": "stage.norm",
 }
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "Plan",
     "Profile",
     "Timeline",
+    "convert_norm",
 ]
 
 

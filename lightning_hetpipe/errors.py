@@ -24,6 +24,10 @@ class ProfileError(HetPipeError, ValueError):
     """A profile is malformed, stale, or belongs to another model or machine."""
 
 
+class NormError(HetPipeError, ValueError):
+    """A normalisation policy that does not exist, or that does not fit a layer."""
+
+
 class PlanError(HetPipeError, ValueError):
     """A plan is malformed, or belongs to another model, cluster or batch."""
 

@@ -6,7 +6,7 @@ model, cluster and profile that it was made from.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,10 +16,16 @@ import yaml
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import ClusterError, PlanError
 from lightning_hetpipe.graph import LayerGraph, Route
+from lightning_hetpipe.text import align, format_seconds
+from lightning_hetpipe.units import format_bytes
 
 FORMAT = 1
 Split = Literal["none", "channel", "batch"]
 SCHEDULES = ("gpipe", "1f1b")
+COLUMNS = (
+    "stage", "layers", "number", "device", "share", "split", "in flight",
+    "forward", "backward", "busy", "memory", "enters",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,8 @@ class Prediction:
         images_per_s: Samples per second.
         busy: Fraction of the step each stage computes.
         memory_bytes: Predicted peak of each rank, 0 for idle ones.
+        forward_s, backward_s: Seconds of one micro-batch on each stage.
+        cut_bytes: What enters each stage per micro-batch, forward.
         lower_bound_s: No order of the same actions can be faster.
         images_per_s_bound: ``1 / Σ(1/T_d)``-style sum of what every device reaches alone.
     """
@@ -67,6 +75,9 @@ class Prediction:
     images_per_s: float
     busy: tuple[float, ...] = ()
     memory_bytes: tuple[int, ...] = ()
+    forward_s: tuple[float, ...] = ()
+    backward_s: tuple[float, ...] = ()
+    cut_bytes: tuple[int, ...] = ()
     lower_bound_s: float = 0.0
     images_per_s_bound: float = 0.0
 
@@ -167,6 +178,32 @@ class Plan:
                 "Make a new plan."
             )
 
+    def rows(self) -> list[tuple[str, ...]]:
+        """One row of text per stage, under the columns of `COLUMNS`; ``-`` for what was not predicted."""
+        return [_row(self, index) for index in range(len(self.stages))]
+
+    def table(self) -> str:
+        """The stages as an aligned table, under a line with batch, micro-batch and schedule."""
+        return f"{self.headline()}\n{align(COLUMNS, self.rows())}"
+
+    def headline(self) -> str:
+        """Cluster, batch, micro-batches and schedule, and the predicted speed, in one line."""
+        n_micro_batches = len(self.slices(self.batch_size))
+        text = (
+            f"{self.cluster.name}: batch {self.batch_size} in {n_micro_batches} micro-batches of "
+            f"{self.micro_batch}, {self.schedule}"
+        )
+        if self.prediction is None:
+            return text
+        return (
+            f"{text}; {self.prediction.images_per_s:.4g} images/s, "
+            f"{format_seconds(self.prediction.step_s)} per step (predicted)"
+        )
+
+    def why(self) -> str:
+        """One line: the bottleneck, the best rejected alternative, the binding limit."""
+        return self.reason or "written by hand: nothing was compared"
+
     def to_json(self) -> str:
         """A JSON text that `from_json` reads back to an equal plan."""
         data = asdict(self) | {"format": FORMAT, "cluster": self.cluster.to_mapping()}
@@ -218,6 +255,31 @@ class Plan:
             return cls.from_mapping(data)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
+
+
+def _row(plan: Plan, index: int) -> tuple[str, ...]:
+    stage, ranks = plan.stages[index], plan.ranks_of_stage[index]
+    names = plan.layer_names[stage.start : stage.stop]
+    prediction = plan.prediction or Prediction(0.0, 0.0)
+    memory = [prediction.memory_bytes[rank] for rank in ranks if rank < len(prediction.memory_bytes)]
+
+    def figure(values: tuple[float, ...], write: Callable[[float], str]) -> str:
+        return write(values[index]) if index < len(values) else "-"
+
+    return (
+        str(index),
+        names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}",
+        str(len(names)),
+        ", ".join(f"{name} (rank {rank})" for name, rank in zip(stage.devices, ranks)),
+        "-" if stage.split == "none" else " ".join(f"{share:.0%}" for share in stage.shares),
+        stage.split,
+        str(plan.in_flight[index]),
+        figure(prediction.forward_s, format_seconds),
+        figure(prediction.backward_s, format_seconds),
+        figure(prediction.busy, "{:.0%}".format),
+        format_bytes(max(memory)) if memory else "-",
+        figure(prediction.cut_bytes, format_bytes),
+    )
 
 
 def content_hash(text: str) -> str:

@@ -60,9 +60,47 @@ class Timeline:
                 busy_s[span.rank] += span.duration_s
         return tuple(seconds / step_s for seconds in busy_s)
 
+    def gantt(self, width: int = 100) -> str:
+        """A picture of the step in characters.
+
+        Forward is drawn with ``─``, backward with ``═``, both under the action's name where it fits;
+        transfers are ``·``, waiting is blank.
+
+        Args:
+            width: Columns for the time axis.
+
+        >>> spans = (Span(0, "0F0", 0.0, 0.5), Span(0, "0B0", 0.5, 1.5))
+        >>> print(Timeline(spans, 1, "simulated").gantt(width=12))
+        simulated: 1.5 s per step
+        rank 0 |0F0─0B0═════| 100 %
+        """
+        begin_s = min((span.start_s for span in self.spans), default=0.0)
+        columns_per_s = width / self.step_s if self.step_s else 0.0
+        rows = [[" "] * width for _ in range(self.n_ranks)]
+        # Transfers first: what the device computes meanwhile hides them.
+        for span in sorted(self.spans, key=lambda span: span.compute):
+            first = min(round((span.start_s - begin_s) * columns_per_s), width - 1)
+            last = min(max(round((span.end_s - begin_s) * columns_per_s), first + 1), width)
+            rows[span.rank][first:last] = _bar(span, last - first)
+        digits = len(str(self.n_ranks - 1))
+        lines = [
+            f"rank {rank:{digits}d} |{''.join(row)}| {busy * 100:3.0f} %"
+            for rank, (row, busy) in enumerate(zip(rows, self.busy))
+        ]
+        return "\n".join([f"{self.source}: {self.step_s:.4g} s per step", *lines])
+
     def to_chrome_trace(self, path: str | Path) -> None:
         """Writes the spans for ``chrome://tracing`` or Perfetto."""
         Path(path).write_text(json.dumps(chrome_trace([self]), indent=1), encoding="utf-8")
+
+
+def _bar(span: Span, columns: int) -> str:
+    """The span's characters: its name, as far as it fits, then the sign of its kind."""
+    if not span.compute:
+        return "·" * columns
+    sign = "─" if "F" in span.action else "═"
+    name = span.action if len(span.action) <= columns else ""
+    return name.ljust(columns, sign)
 
 
 def chrome_trace(timelines: Iterable[Timeline]) -> dict[str, object]:

@@ -1,1 +1,94 @@
 """Action lists: generated, validated, simulated, drawn and executed."""
+
+from collections.abc import Iterable, Sequence
+
+from lightning_hetpipe.errors import ScheduleError
+from lightning_hetpipe.graph import Route
+from lightning_hetpipe.schedule.action import Action, Kind, Schedule
+from lightning_hetpipe.schedule.draw import grid
+from lightning_hetpipe.schedule.generate import forward_only, gpipe, one_f_one_b
+from lightning_hetpipe.schedule.lower import RanksOfStage, lower
+from lightning_hetpipe.schedule.validate import validate
+
+__all__ = ["Action", "Kind", "Schedule", "generate", "grid", "make_schedule", "validate"]
+
+
+def make_schedule(
+    name: str,
+    *,
+    ranks_of_stage: RanksOfStage,
+    n_ranks: int,
+    n_micro_batches: int,
+    in_flight: Sequence[int],
+    routes: Iterable[Route],
+    reduce: Iterable[int] = (),
+    training: bool = True,
+) -> Schedule:
+    """What every rank does in one step, proven to be complete and to run to its end.
+
+    Args:
+        name: ``gpipe`` or ``1f1b``.
+        ranks_of_stage: The ranks that hold each stage; rank 0 holds the last one.
+        n_ranks: Ranks without a stage have an empty list.
+        n_micro_batches: At least 1; may be fewer than there are stages.
+        in_flight: Micro-batches each stage holds at most; `gpipe` takes all of them.
+        routes: The messages between the stages (`Plan.routes`).
+        reduce: Stages whose ranks share gradients with others, and reduce them at the end.
+        training: False for a forward-only schedule, whatever the name.
+
+    Raises:
+        ScheduleError: The arguments contradict each other.
+    """
+    routes = tuple(routes)
+    schedule = generate(
+        name,
+        ranks_of_stage=ranks_of_stage,
+        n_ranks=n_ranks,
+        n_micro_batches=n_micro_batches,
+        in_flight=in_flight,
+        routes=routes,
+        reduce=reduce,
+        training=training,
+    )
+    validate(schedule, routes, in_flight=in_flight if name == "1f1b" and training else None)
+    return schedule
+
+
+def generate(
+    name: str,
+    *,
+    ranks_of_stage: RanksOfStage,
+    n_ranks: int,
+    n_micro_batches: int,
+    in_flight: Sequence[int],
+    routes: Iterable[Route],
+    reduce: Iterable[int] = (),
+    training: bool = True,
+) -> Schedule:
+    """`make_schedule` without the proof, for the planner's inner loop."""
+    n_stages = len(ranks_of_stage)
+    if n_micro_batches < 1:
+        raise ScheduleError(f"a schedule of {n_micro_batches} micro-batches was asked for: give at least 1")
+    if n_stages == 0 or 0 not in ranks_of_stage[-1]:
+        raise ScheduleError(f"the last stage must be on rank 0; stages are on {tuple(ranks_of_stage)}")
+    if name not in ("gpipe", "1f1b"):
+        raise ScheduleError(f"schedule {name!r} is unknown; known are gpipe, 1f1b")
+    ahead = n_micro_batches
+    if not training:
+        orders = forward_only(n_stages, n_micro_batches)
+    elif name == "gpipe":
+        orders = gpipe(n_stages, n_micro_batches)
+    else:
+        orders = one_f_one_b(n_stages, n_micro_batches, in_flight)
+        ahead = min(in_flight[0], n_micro_batches)
+    return lower(
+        name,
+        orders,
+        ranks_of_stage=ranks_of_stage,
+        n_ranks=n_ranks,
+        n_micro_batches=n_micro_batches,
+        ahead=ahead,
+        routes=routes,
+        reduce=reduce,
+        training=training,
+    )

@@ -1,1 +1,1 @@
-"""Helpers shared by the tests of several rooms."""
+"""Things that tests of several rooms share."""

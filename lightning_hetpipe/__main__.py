@@ -1,0 +1,184 @@
+"""The command line: ``hetpipe profile | plan | compare | simulate | train``, with Hydra overrides.
+
+hetpipe plan model=resnet18 cluster=lab4 batch_size=64
+hetpipe plan -m micro_batch=2,4,8,16
+hetpipe --help
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.errors import InstantiationException
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+import lightning_hetpipe as hp
+from lightning_hetpipe.cluster import Cluster
+from lightning_hetpipe.errors import HetPipeError, ProfileError
+from lightning_hetpipe.plans import Alternative, Plan
+from lightning_hetpipe.profiles import Profile
+from lightning_hetpipe.report import comparison_table, measured_table, plan_table, profile_table
+from lightning_hetpipe.shipped import conf_dir
+
+Figures = dict[str, float]
+
+
+def main() -> None:
+    """Runs one command; exits with 2 and one line when it cannot be done."""
+    words = [word for word in sys.argv[1:] if word in COMMANDS]
+    if not words:
+        if not {"--help", "-h"} & set(sys.argv[1:]):
+            sys.exit(f"hetpipe: say what to do: hetpipe {' | '.join(COMMANDS)} (or --help)")
+        words = ["plan"]
+    else:
+        sys.argv.remove(words[0])
+    command = COMMANDS[words[0]]
+
+    def task(config: DictConfig) -> Figures:
+        try:
+            return command(config)
+        except InstantiationException as error:
+            cause = error.__cause__ or error
+            print(f"hetpipe {words[0]}: {_one_line(f'the model cannot be built: {cause}')}", file=sys.stderr)
+        except HetPipeError as error:
+            print(f"hetpipe {words[0]}: {error}", file=sys.stderr)
+        raise SystemExit(2)
+
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="hetpipe")(task)()
+
+
+def profile_command(config: DictConfig) -> Figures:
+    """Measures every layer on every device."""
+    profile = _profile(config, _cluster(config))
+    _show(config, profile.to_json(), lambda: [profile_table(profile)])
+    return {}
+
+
+def plan_command(config: DictConfig) -> Figures:
+    """Cuts the model, and says why there."""
+    plan, _ = _plan(config)
+    _show(config, plan.to_json(), lambda: [plan_table(plan), comparison_table(plan.alternatives)])
+    assert plan.prediction is not None
+    return {
+        "micro_batch": plan.micro_batch,
+        "stages": len(plan.stages),
+        "images_per_s": plan.prediction.images_per_s,
+        "step_s": plan.prediction.step_s,
+    }
+
+
+def compare_command(config: DictConfig) -> Figures:
+    """Puts the plan beside every alternative."""
+    cluster = _cluster(config)
+    rows: list[Alternative] = list(hp.compare(_profile(config, cluster), cluster, config.batch_size))
+    text = json.dumps([asdict(row) for row in rows], indent=1)
+    title = f"{config.model.name} on {cluster.name}, batch {config.batch_size}"
+    _show(config, text, lambda: [comparison_table(rows, title)])
+    return {row.name: row.images_per_s for row in rows}
+
+
+def simulate_command(config: DictConfig) -> Figures:
+    """Draws one step of the plan."""
+    plan, profile = _plan(config)
+    timeline = hp.simulate(plan, profile)
+    text = json.dumps({"step_s": timeline.step_s, "busy": timeline.busy, **asdict(timeline)}, indent=1)
+    _show(config, text, lambda: [plan_table(plan), timeline.gantt(max(40, Console().width - 16))])
+    return {"step_s": timeline.step_s}
+
+
+def train_command(config: DictConfig) -> Figures:
+    """Runs the plan on this machine with random samples, predicted beside measured."""
+    from lightning_hetpipe.trial import train_on_random_samples
+
+    plan, profile = _plan(config)
+    predicted = hp.simulate(plan, profile)
+    measured = train_on_random_samples(
+        _module(config), _shapes(config), int(config.model.classes), plan, int(config.steps)
+    )
+    figures = {"step_s_predicted": predicted.step_s, "step_s_measured": measured.step_s}
+    pictures = [timeline.gantt(max(40, Console().width - 16)) for timeline in (predicted, measured)]
+    _show(
+        config,
+        json.dumps(figures, indent=1),
+        lambda: [plan_table(plan), *pictures, measured_table(plan, predicted, measured)],
+    )
+    return figures
+
+
+COMMANDS: Mapping[str, Callable[[DictConfig], Figures]] = {
+    "profile": profile_command,
+    "plan": plan_command,
+    "compare": compare_command,
+    "simulate": simulate_command,
+    "train": train_command,
+}
+
+
+def _cluster(config: DictConfig) -> Cluster:
+    return Cluster.from_mapping(OmegaConf.to_container(config.cluster, resolve=True))  # type: ignore[arg-type]
+
+
+def _shapes(config: DictConfig) -> list[tuple[int, ...]]:
+    return [tuple(shape) for shape in config.model.inputs]
+
+
+def _module(config: DictConfig) -> Any:
+    return hydra.utils.instantiate(config.model.module)
+
+
+def _profile(config: DictConfig, cluster: Cluster) -> Profile:
+    """From a file, from published figures, or measured here."""
+    if config.profile not in ("auto", "analytic"):
+        return Profile.load(config.profile)
+    unlike = [device.name for device in cluster.devices if device.emulation is None]
+    if config.profile == "auto" and unlike and cluster.devices[0].flops_per_s is not None:
+        raise ProfileError(
+            f"profile=auto measures on this machine, which does not have {unlike[0]} and others of "
+            f"{cluster.name}: say profile=analytic, or give a profile measured there (profile=FILE)"
+        )
+    import torch
+
+    example = tuple(torch.randn(int(config.batch_size), *shape) for shape in _shapes(config))
+    return hp.profile(_module(config), example, cluster, origin=config.profile)
+
+
+def _plan(config: DictConfig) -> tuple[Plan, Profile]:
+    if config.plan is not None:
+        plan = Plan.load(config.plan)
+        return plan, _profile(config, plan.cluster)
+    cluster = _cluster(config)
+    profile = _profile(config, cluster)
+    merge = OmegaConf.to_container(config.merge) if OmegaConf.is_list(config.merge) else config.merge
+    plan = hp.plan(
+        profile,
+        cluster,
+        config.batch_size,
+        micro_batch=config.micro_batch,
+        schedule=config.schedule,
+        merge=merge,
+    )
+    return plan, profile
+
+
+def _show(config: DictConfig, as_json: str, as_text: Callable[[], list[Any]]) -> None:
+    if config.out is not None:
+        Path(config.out).write_text(as_json + "\n", encoding="utf-8")
+    if config.format == "json":
+        print(as_json)
+        return
+    console = Console()
+    for part in as_text():
+        console.print(part, highlight=False, markup=False)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    main()

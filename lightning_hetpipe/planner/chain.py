@@ -1,0 +1,151 @@
+"""The placement problem as numbers: a chain of layers, and choices of who may hold a run of them.
+
+A choice is one device of a pool (devices that are interchangeable), or anything else that takes devices
+from pools and holds a stage: it has its own times, memory limit and links. ``uses[c]`` says how many
+devices of each pool it takes.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+# How many micro-batches more than its successor a stage holds: what its transfers hide behind (safe), one
+# (shallow), or none (serial); GPipe holds all.
+Depth = Literal["all", "safe", "shallow", "serial"]
+
+
+@dataclass(frozen=True)
+class MemoryTables:
+    """Bytes of a run ``start..stop`` with ``k`` micro-batches in flight.
+
+    ``weights[stop] - weights[start] + k (saved[stop] - saved[start] + out[stop]) + message_in[start]
+    + message_out[stop] + workspace[choice, start, stop]``
+
+    Attributes:
+        limit: Per choice; infinite where unknown.
+        last_extra: What the last stage holds besides: the batch.
+        workspace: ``[choices, layers + 1, layers + 1]``, or None where no layer needs any.
+    """
+
+    weights: Array
+    saved: Array
+    out: Array
+    message_in: Array
+    message_out: Array
+    limit: Array
+    last_extra: float = 0.0
+    workspace: Array | None = None
+
+    def fits(self, choice: Ints, start: Ints, stop: Ints, k: Ints | int) -> Bools:
+        """Whether each run fits; the arguments are broadcast together."""
+        need = self.weights[stop] - self.weights[start]
+        need = need + k * (self.saved[stop] - self.saved[start] + self.out[stop])
+        need = need + self.message_in[start] + self.message_out[stop]
+        if self.workspace is not None:
+            need = need + self.workspace[choice, start, stop]
+        need = need + np.where(stop == len(self.weights) - 1, self.last_extra, 0.0)
+        return np.asarray(need <= self.limit[choice])
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What the placement search needs.
+
+    Attributes:
+        seconds: ``[choices, layers + 1]``, prefix sums of forward plus backward.
+        hop_s: ``[from, to, layers + 1]``, both directions of a transfer across each cut.
+        occupied_s: The same shape: the longer time that one direction of the link is taken.
+        uses: ``[choices, pools]`` devices taken.
+        available: ``[pools]``.
+        n_micro_batches: Slices of the batch.
+        last_s: Per choice, seconds that the last stage takes besides; infinite where it may not be last.
+        inner: Per choice, whether it may hold a stage other than the last.
+        memory: None where no limit can bind.
+        n_stages: The number of stages asked for, or None.
+        depth: In-flight counts that memory must have room for.
+    """
+
+    seconds: Array
+    hop_s: Array
+    occupied_s: Array
+    uses: Ints
+    available: Ints
+    n_micro_batches: int
+    last_s: Array
+    inner: Bools
+    memory: MemoryTables | None = None
+    n_stages: int | None = None
+    depth: Depth = "safe"
+
+    @property
+    def n_layers(self) -> int:
+        return int(self.seconds.shape[1]) - 1
+
+    @property
+    def n_choices(self) -> int:
+        return len(self.seconds)
+
+    @cached_property
+    def first_k(self) -> int:
+        """In-flight count of the last stage: the least any stage has."""
+        return self.n_micro_batches if self.depth == "all" else 1
+
+    @cached_property
+    def allowed(self) -> Bools | None:
+        """``[choices, start, stop]``: runs that fit with the fewest micro-batches in flight."""
+        if self.memory is None:
+            return None
+        n = self.n_layers
+        table = np.zeros((self.n_choices, n + 1, n + 1), dtype=bool)
+        choices = np.arange(self.n_choices)[:, None]
+        for stop in range(1, n + 1):
+            starts = np.arange(stop)[None, :]
+            table[:, :stop, stop] = self.memory.fits(choices, starts, np.asarray(stop), self.first_k)
+        return table
+
+    def run_s(self, choice: int, start: int, stop: int) -> float:
+        """Forward plus backward of one micro-batch."""
+        seconds = float(self.seconds[choice, stop] - self.seconds[choice, start])
+        return seconds + float(self.last_s[choice]) if stop == self.n_layers else seconds
+
+    def with_depth(self, depth: Depth) -> "Chain":
+        return replace(self, depth=depth)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One solution: stages in order.
+
+    Attributes:
+        starts: First layer of each stage.
+        choices: Who holds each stage.
+        objective_s: ``Σt + Σhop + (M-1) T``.
+        period_s: ``T``: the longest stage or link time (more where only fewer in flight fit).
+    """
+
+    starts: tuple[int, ...]
+    choices: tuple[int, ...]
+    objective_s: float = field(compare=False)
+    period_s: float = field(compare=False)
+
+
+def longest(chain: Chain, starts: tuple[int, ...], choices: tuple[int, ...]) -> float:
+    """The longest stage or link occupation of a placement."""
+    stops = (*starts[1:], chain.n_layers)
+    runs = [chain.run_s(*run) for run in zip(choices, starts, stops)]
+    links = [chain.occupied_s[u, v, cut] for u, v, cut in zip(choices, choices[1:], starts[1:])]
+    return max([*runs, *map(float, links)])
+
+
+def fill_s(chain: Chain, starts: tuple[int, ...], choices: tuple[int, ...]) -> float:
+    """``Σt + Σhop``: one micro-batch alone."""
+    stops = (*starts[1:], chain.n_layers)
+    runs = sum(chain.run_s(*run) for run in zip(choices, starts, stops))
+    return runs + sum(float(chain.hop_s[u, v, cut]) for u, v, cut in zip(choices, choices[1:], starts[1:]))

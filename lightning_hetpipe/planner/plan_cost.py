@@ -1,0 +1,258 @@
+"""What the actions of one plan cost: seconds, link time and memory, from a profile."""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from lightning_hetpipe.cluster import Link
+from lightning_hetpipe.graph import READER, LayerGraph
+from lightning_hetpipe.planner.cost import ADAM, LayerCosts, lower_bound_s
+from lightning_hetpipe.plans import Plan, Stage
+from lightning_hetpipe.profiles import Profile
+from lightning_hetpipe.schedule import Action, Kind, Schedule, generate, make_schedule
+
+
+def schedule_of(
+    plan: Plan, graph: LayerGraph, *, n_samples: int | None = None, training: bool = True, check: bool = True
+) -> Schedule:
+    """The action lists of a plan: what is simulated is what runs.
+
+    Args:
+        plan: Whose stages, schedule and in-flight counts.
+        graph: The model; its routes become transfers.
+        n_samples: Size of the batch; the plan's own by default.
+        training: False for a forward-only schedule.
+        check: False skips the proof, for lists that are simulated and thrown away.
+
+    Raises:
+        ScheduleError: The plan's in-flight counts cannot work.
+    """
+    make = make_schedule if check else generate
+    return make(
+        plan.schedule,
+        ranks_of_stage=plan.ranks_of_stage,
+        n_ranks=len(plan.cluster.devices),
+        n_micro_batches=len(plan.slices(n_samples or plan.batch_size)),
+        in_flight=plan.in_flight,
+        routes=plan.routes(graph),
+        reduce=reducing_stages(plan, graph),
+        training=training,
+    )
+
+
+def reducing_stages(plan: Plan, graph: LayerGraph) -> tuple[int, ...]:
+    """Stages whose gradients have other owners: groups split by samples, and tied weights across stages."""
+    found = {index for index, stage in enumerate(plan.stages) if stage.split == "batch"}
+    for layers in graph.tied:
+        owners = {
+            index
+            for index, stage in enumerate(plan.stages)
+            if any(stage.start <= layer < stage.stop for layer in layers)
+        }
+        if len(owners) > 1:
+            found |= owners
+    return tuple(sorted(found))
+
+
+class PlanCost:
+    """Seconds and bytes of a plan's actions.
+
+    A group split by samples takes as long as its slowest share; a group split by channels is taken as
+    proportional to the shares, without collectives, unless its times were measured.
+    """
+
+    def __init__(self, plan: Plan, profile: Profile, *, optimizer_copies: float = ADAM) -> None:
+        self.plan, self.profile = plan, profile
+        self.graph = profile.graph
+        self.slices = plan.slices(plan.batch_size)
+        self._layers = {size: LayerCosts(profile, size, optimizer_copies) for size in set(self.slices)}
+        self._routes = {(route.source, route.target): route for route in plan.routes(self.graph)}
+        self._names = [device.name for device in plan.cluster.devices]
+        self._links: dict[tuple[int, int], Link] = {}
+        self._bytes: dict[tuple[int, int, Kind, int], float] = {}
+
+    def seconds(self, action: Action) -> float:
+        """Duration of a computation or reduction; the reader's own work counts in the last stage."""
+        if action.kind is Kind.REDUCE_GRAD:
+            return self._reduce_s[action.stage]
+        if action.stage == READER:
+            return 0.0
+        assert action.micro_batch is not None
+        forward, backward = self.stage_seconds(action.stage, self.slices[action.micro_batch])
+        return forward if action.kind is Kind.F else backward
+
+    def stage_seconds(self, stage: int, size: int) -> tuple[float, float]:
+        """Forward and backward of one micro-batch of ``size`` samples."""
+        found = self._stage_seconds.get((stage, size))
+        if found is None:
+            found = self._stage_seconds[stage, size] = self._measure(self.plan.stages[stage], size)
+        return found
+
+    @cached_property
+    def _stage_seconds(self) -> dict[tuple[int, int], tuple[float, float]]:
+        return {}
+
+    def _measure(self, stage: Stage, size: int) -> tuple[float, float]:
+        forward = backward = 0.0
+        for name, share in zip(stage.devices, stage.shares):
+            if stage.split == "batch":
+                rows = self.profile.device(name).layer_seconds(max(1, round(size * share)))
+                mine = [float(row[stage.start : stage.stop].sum()) for row in rows]
+            else:
+                tables = self._layers[size].seconds(name)
+                mine = [float(table[stage.stop] - table[stage.start]) * share for table in tables]
+            forward, backward = max(forward, mine[0]), max(backward, mine[1])
+        if stage is self.plan.stages[-1]:
+            forward += self.profile.step_forward_s
+            backward += self.profile.step_backward_s
+        return forward, backward
+
+    @cached_property
+    def _reduce_s(self) -> dict[int, float]:
+        """Seconds of each stage's reduction: a ring over the owners of what is shared."""
+        seconds = {}
+        for index in reducing_stages(self.plan, self.graph):
+            stage = self.plan.stages[index]
+            if stage.split == "batch":
+                layers, ranks = list(range(stage.start, stage.stop)), self.plan.ranks_of_stage[index]
+            else:
+                layers, ranks = self._tied_with(stage)
+            size = sum(self.graph.layers[layer].parameter_bytes for layer in layers)
+            seconds[index] = ring_s([self.link(a, b) for a, b in ring(ranks)], size)
+        return seconds
+
+    def _tied_with(self, stage: Stage) -> tuple[list[int], tuple[int, ...]]:
+        """A stage's layers with tied weights, and the ranks of all stages that share them."""
+        groups = [group for group in self.graph.tied if any(stage.start <= i < stage.stop for i in group)]
+        ranks = [
+            rank
+            for other, held in zip(self.plan.stages, self.plan.ranks_of_stage)
+            for rank in held
+            if any(other.start <= i < other.stop for group in groups for i in group)
+        ]
+        mine = [next(i for i in group if stage.start <= i < stage.stop) for group in groups]
+        return mine, tuple(ranks)
+
+    def transfer(self, action: Action, source: int, target: int) -> tuple[float, float]:
+        """Link time and latency of a send from one rank to another."""
+        assert action.peer is not None
+        assert action.micro_batch is not None
+        link = self.link(source, target)
+        overlap = self._overlap(action.stage, source, action.peer, target)
+        if overlap == 0:
+            return 0.0, 0.0
+        size = self.message_bytes(action.stage, action.peer, action.kind, self.slices[action.micro_batch])
+        return size * overlap / link.bandwidth_bytes_per_s, link.latency_s
+
+    def message_bytes(self, source: int, target: int, kind: Kind, size: int) -> float:
+        """Bytes of one message of ``size`` samples: forward values, or the gradients that return."""
+        key = (source, target, kind, size)
+        if key not in self._bytes:
+            if kind is Kind.SEND_F:
+                names = self._routes[source, target].values
+            else:
+                names = self._routes[target, source].gradients
+            self._bytes[key] = sum(self.graph.value(name).size_bytes(size) for name in names)
+        return self._bytes[key]
+
+    def link(self, source: int, target: int) -> Link:
+        """The link between two ranks."""
+        found = self._links.get((source, target))
+        if found is None:
+            names = self._names
+            found = self.profile.link(self.plan.cluster, names[source], names[target])
+            self._links[source, target] = found
+        return found
+
+    def _overlap(self, stage: int, rank: int, peer: int, peer_rank: int) -> float:
+        """The fraction of a tensor that one rank owes another: the overlap of their shares."""
+        (start, stop), (first, last) = self._interval(stage, rank), self._interval(peer, peer_rank)
+        return max(0.0, min(stop, last) - max(start, first))
+
+    def _interval(self, stage: int, rank: int) -> tuple[float, float]:
+        if stage == READER or len(self.plan.ranks_of_stage[stage]) == 1:
+            return 0.0, 1.0
+        position = self.plan.ranks_of_stage[stage].index(rank)
+        shares = self.plan.stages[stage].shares
+        return sum(shares[:position]), sum(shares[: position + 1])
+
+    def hops(self, size: int) -> Iterator[tuple[float, float]]:
+        """Forward and backward transfer across each cut; zero where neighbours exchange nothing."""
+        ranks = self.plan.ranks_of_stage
+        for stage in range(len(ranks) - 1):
+            forward = backward = 0.0
+            route = self._routes.get((stage, stage + 1))
+            if route is not None:
+                sizes = [
+                    self.message_bytes(stage, stage + 1, Kind.SEND_F, size),
+                    self.message_bytes(stage + 1, stage, Kind.SEND_B, size) if route.gradients else 0.0,
+                ]
+                forward = self.link(ranks[stage][0], ranks[stage + 1][0]).transfer_s(sizes[0])
+                back = self.link(ranks[stage + 1][0], ranks[stage][0])
+                backward = back.transfer_s(sizes[1]) if route.gradients else 0.0
+            yield forward, backward
+
+    def memory_bytes(self) -> tuple[int, ...]:
+        """Predicted peak of every rank, 0 for idle ones; rank 0 also holds the batch."""
+        costs = self._layers[max(self._layers)]
+        per_rank = [0.0] * len(self._names)
+        n_slices = len(self.slices)
+        for stage, ranks, k in zip(self.plan.stages, self.plan.ranks_of_stage, self.plan.in_flight):
+            held = n_slices if self.plan.schedule == "gpipe" else min(k, n_slices)
+            for rank, share in zip(ranks, stage.shares):
+                per_rank[rank] = costs.memory_bytes(
+                    self._names[rank],
+                    stage.start,
+                    stage.stop,
+                    held,
+                    sample_share=share,
+                    weight_share=share if stage.split == "channel" else 1.0,
+                )
+        per_rank[0] += costs.input_bytes / costs.micro_batch * self.plan.batch_size
+        return tuple(round(size) for size in per_rank)
+
+    def optimizer_s(self) -> float:
+        """The slowest stage's optimizer step."""
+        costs = self._layers[max(self._layers)]
+        return max(
+            self.profile.device(name).optimizer_s_per_byte
+            * float(costs.parameter_bytes[stage.stop] - costs.parameter_bytes[stage.start])
+            * (share if stage.split == "channel" else 1.0)
+            for stage in self.plan.stages
+            for name, share in zip(stage.devices, stage.shares)
+        )
+
+    def lower_bound_s(self) -> float:
+        """No order of this plan's actions is faster (`cost.lower_bound_s`, for unequal slices).
+
+        Where neighbours exchange nothing or no gradient returns, only the busiest stage binds.
+        """
+        busy = [
+            sum(sum(self.stage_seconds(stage, size)) for size in self.slices)
+            for stage in range(len(self.plan.stages))
+        ]
+        chained = all(
+            (route := self._routes.get((stage, stage + 1))) is not None and route.gradients
+            for stage in range(len(busy) - 1)
+        )
+        if not chained:
+            return max(busy)
+        smallest = min(self.slices)
+        seconds = [sum(self.stage_seconds(stage, smallest)) for stage in range(len(busy))]
+        hops = [forward + backward for forward, backward in self.hops(smallest)]
+        bound = lower_bound_s(seconds, hops, 1)
+        before = 0.0
+        for stage, total in enumerate(busy):
+            bound = max(bound, before + total)
+            before += seconds[stage] + (hops[stage] if stage < len(hops) else 0.0)
+        return bound
+
+
+def ring(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbours of a ring, in one direction."""
+    return [(a, b) for a, b in zip(ranks, [*ranks[1:], *ranks[:1]]) if a != b]
+
+
+def ring_s(links: Sequence[Link], size_bytes: float) -> float:
+    """Seconds of a ring all-reduce: ``2(n-1)`` rounds of ``size / n`` over the slowest link."""
+    n = len(links)
+    return 2 * (n - 1) * max((link.transfer_s(size_bytes / n) for link in links), default=0.0) if n else 0.0

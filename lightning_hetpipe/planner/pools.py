@@ -1,0 +1,189 @@
+"""Turns profile and cluster into a `Chain`: which devices are interchangeable, and what each may hold."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_hetpipe.cluster import ANY, Cluster, Device, Link
+from lightning_hetpipe.planner.chain import Array, Chain, Depth, MemoryTables
+from lightning_hetpipe.planner.cost import LayerCosts
+from lightning_hetpipe.profiles import Profile
+
+MAX_POOLS = 24  # more (many hosts, each pair with its own link) are put together by kind of device
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Devices in groups that the planner need not tell apart.
+
+    Attributes:
+        names: The devices of each pool.
+        links: ``[from][to]``, between two devices of these pools (two different ones of the same pool).
+        exact: False when pools with different links were put together; each pair then counts with its
+            slowest link.
+    """
+
+    names: tuple[tuple[str, ...], ...]
+    links: tuple[tuple[Link, ...], ...]
+    exact: bool
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(map(len, self.names))
+
+
+def make_pools(profile: Profile, cluster: Cluster, *, pinned_last: str | None = None) -> Pools:
+    """Groups devices of equal kind, measurements and links; a pinned device stands alone.
+
+    Raises:
+        ProfileError: A device was not profiled.
+    """
+    named = {end for link in (*cluster.links, *profile.links) for end in (link.source, link.target)}
+
+    def key(device: Device, by_link: bool) -> tuple[object, ...]:
+        measured = profile.device(device.name)
+        place = device.name if device.name in named else device.host if device.host in named else ANY
+        return (
+            device.kind_key,
+            measured.micro_batches,
+            measured.forward_s,
+            measured.backward_s,
+            measured.peak_bytes,
+            device.name == pinned_last,
+            place if by_link else ANY,
+        )
+
+    for by_link in (True, False):
+        groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
+        for device in cluster.devices:
+            groups[key(device, by_link)].append(device.name)
+        if len(groups) <= MAX_POOLS:
+            break
+    names = tuple(map(tuple, groups.values()))
+    return Pools(names, _links(profile, cluster, names, exact=by_link), exact=by_link)
+
+
+def _links(
+    profile: Profile, cluster: Cluster, names: Sequence[tuple[str, ...]], *, exact: bool
+) -> tuple[tuple[Link, ...], ...]:
+    def between(sources: tuple[str, ...], targets: tuple[str, ...]) -> Link:
+        if exact:
+            source = sources[0]
+            target = next((name for name in targets if name != source), source)
+            return profile.link(cluster, source, target)
+        # One device of each host stands for it.
+        ends = [_one_per_host(cluster, side) for side in (sources, targets)]
+        links = [profile.link(cluster, a, b) for a in ends[0] for b in ends[1] if a != b]
+        return (
+            max(links, key=lambda link: link.transfer_s(1e6))
+            if links
+            else profile.link(cluster, sources[0], targets[0])
+        )
+
+    return tuple(tuple(between(sources, targets) for targets in names) for sources in names)
+
+
+def _one_per_host(cluster: Cluster, names: tuple[str, ...]) -> list[str]:
+    return list({cluster.device(name).host: name for name in names}.values())[:32]
+
+
+def make_chain(
+    costs: LayerCosts,
+    cluster: Cluster,
+    pools: Pools,
+    *,
+    batch_size: int,
+    pinned_last: str | None = None,
+    n_stages: int | None = None,
+    depth: Depth = "safe",
+) -> Chain:
+    """The placement problem of one micro-batch size, with one choice per pool.
+
+    Args:
+        costs: A profile at this micro-batch size.
+        cluster: Memory limits.
+        pools: Of the same cluster.
+        batch_size: Samples per step.
+        pinned_last: The device that must hold the last stage, or None.
+        n_stages: How many stages there must be, or None.
+        depth: In-flight counts that memory must have room for.
+    """
+    profile, n_layers = costs.profile, len(costs.graph)
+    firsts = [names[0] for names in pools.names]
+    seconds = np.stack([sum(costs.seconds(name), np.zeros(n_layers + 1)) for name in firsts])
+    hop, occupied = _transfers(costs, pools)
+    uses, available = np.eye(len(firsts), dtype=np.int64), np.array(pools.sizes, dtype=np.int64)
+    if n_stages is not None:
+        uses = np.column_stack([uses, np.ones(len(firsts), dtype=np.int64)])
+        available = np.append(available, n_stages)
+    step_s = profile.step_forward_s + profile.step_backward_s
+    pinned = np.array([pinned_last in names for names in pools.names])
+    m = -(-batch_size // costs.micro_batch)
+    return Chain(
+        seconds=seconds,
+        hop_s=hop,
+        occupied_s=occupied,
+        uses=uses,
+        available=available,
+        n_micro_batches=m,
+        last_s=np.where(pinned | (pinned_last is None), step_s, np.inf),
+        inner=~pinned,
+        memory=_memory(costs, cluster, firsts, batch_size, m),
+        n_stages=n_stages,
+        depth=depth,
+    )
+
+
+def _transfers(costs: LayerCosts, pools: Pools) -> tuple[Array, Array]:
+    """``hop_s`` and ``occupied_s`` of a chain; nothing crosses the ends of the model."""
+    forward, backward = costs.forward_bytes, costs.backward_bytes
+    latency = np.array([[link.latency_s for link in row] for row in pools.links])
+    rate = np.array([[link.bandwidth_bytes_per_s for link in row] for row in pools.links])
+    there = forward / rate[:, :, None]
+    back = backward / rate.T[:, :, None]
+    hop = there + back + latency[:, :, None] + np.where(backward > 0, latency.T[:, :, None], 0.0)
+    occupied = np.maximum(there, back)
+    for table in (hop, occupied):
+        table[:, :, [0, -1]] = 0.0
+    return hop, occupied
+
+
+def _memory(
+    costs: LayerCosts, cluster: Cluster, firsts: Sequence[str], batch_size: int, m: int
+) -> MemoryTables | None:
+    """Memory tables, or None where the whole model with all micro-batches fits everywhere."""
+    limits = [cluster.device(name).memory_bytes for name in firsts]
+    if all(limit is None for limit in limits):
+        return None
+    tables = MemoryTables(
+        weights=costs.parameter_bytes * (2 + costs.optimizer_copies),
+        saved=costs.saved_bytes,
+        out=costs.forward_bytes,
+        message_in=costs.forward_bytes + costs.backward_bytes,
+        message_out=costs.backward_bytes,
+        limit=np.array([np.inf if limit is None else float(limit) for limit in limits]),
+        last_extra=costs.input_bytes / costs.micro_batch * batch_size,
+        workspace=_workspace(costs, firsts),
+    )
+    n_layers = len(costs.graph)
+    widest = m * (tables.saved[-1] + tables.out.max()) + tables.message_in.max() + tables.message_out.max()
+    most = tables.weights[-1] + widest + tables.last_extra
+    if tables.workspace is not None:
+        most += tables.workspace[:, 0, n_layers].max()
+    return None if most <= tables.limit.min() else tables
+
+
+def _workspace(costs: LayerCosts, firsts: Sequence[str]) -> Array | None:
+    """``[choices, start, stop]``: the running maximum of the layers' passing needs."""
+    peaks = [costs.profile.device(name).peak_bytes for name in firsts]
+    if not any(map(any, peaks)):
+        return None
+    n_layers = len(costs.graph)
+    table = np.zeros((len(firsts), n_layers + 1, n_layers + 1))
+    for choice, peak in enumerate(peaks):
+        if peak:
+            for start in range(n_layers):
+                table[choice, start, start + 1 :] = np.maximum.accumulate(peak[start:])
+    return table

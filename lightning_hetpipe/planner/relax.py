@@ -1,0 +1,110 @@
+"""A lower bound on ``Σt + Σhop`` under a cap on stage times: devices are priced instead of counted.
+
+    bound(T, price) = min over chains with stages <= T of  Σ t + Σ hop + Σ price(choice)  -  price . available
+
+For any non-negative prices no placement within the devices at hand is cheaper (Lagrange). Without counts
+the state is only (layers done, choice), so many caps ``T`` are solved at once.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_hetpipe.planner.chain import Array, Chain
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """The bound for several caps at once.
+
+    Attributes:
+        before_s: ``[caps, choices, layers + 1]``: the least priced cost of all layers before a stage that
+            starts there on that choice, hop included.
+        bound_s: ``[caps]``.
+        used: ``[caps, pools]``: devices that the relaxed optimum takes.
+    """
+
+    before_s: Array
+    bound_s: Array
+    used: Array
+
+
+def relax(chain: Chain, caps: Array, prices: Array) -> Relaxed:
+    """Solves the priced problem.
+
+    Args:
+        chain: The placement problem.
+        caps: ``[caps]`` seconds.
+        prices: ``[caps, pools]`` seconds per device taken.
+    """
+    n, c, n_layers = len(caps), chain.n_choices, chain.n_layers
+    fee = prices @ chain.uses.T.astype(float)  # [caps, choices]
+    before = np.full((n, c, n_layers + 1), np.inf)
+    before[:, :, 0] = 0.0
+    taken = np.zeros((n, c, n_layers + 1, len(chain.available)))
+    cap = caps[:, None, None]
+    reach = float(caps.max())
+    row, column = np.arange(n)[:, None], np.arange(c)[None, :]
+    done, used = np.zeros((n, c)), np.zeros((n, c, len(chain.available)))
+    for stop in range(1, n_layers + 1):
+        seconds = chain.seconds[:, stop, None] - chain.seconds[:, :stop]
+        low = int(np.argmax((seconds <= reach).any(axis=0)))
+        seconds = seconds[:, low:]
+        if stop == n_layers:
+            seconds = seconds + chain.last_s[:, None]
+        if chain.allowed is not None:
+            seconds = np.where(chain.allowed[:, low:stop, stop], seconds, np.inf)
+        total = np.where(seconds <= cap, before[:, :, low:stop] + seconds, np.inf)
+        start = total.argmin(axis=2)
+        done = np.take_along_axis(total, start[:, :, None], axis=2)[:, :, 0] + fee
+        used = taken[row, column, low + start] + chain.uses[None]
+        if stop < n_layers:
+            hop = np.where(chain.occupied_s[None, :, :, stop] <= cap, chain.hop_s[:, :, stop], np.inf)
+            through = np.where(chain.inner[None, :], done, np.inf)[:, :, None] + hop
+            source = through.argmin(axis=1)
+            before[:, :, stop] = np.take_along_axis(through, source[:, None], axis=1)[:, 0]
+            taken[:, :, stop] = used[row, source]
+    best = done.argmin(axis=1)
+    rows = np.arange(n)
+    bound = done[rows, best] - prices @ chain.available.astype(float)
+    return Relaxed(before, bound, used[rows, best])
+
+
+def price(chain: Chain, caps: Array, prices: Array, targets: Array, rounds: int) -> tuple[Array, Relaxed]:
+    """Raises the bound by subgradient steps: dearer where too many devices are taken.
+
+    Args:
+        chain: The placement problem.
+        caps: ``[caps]`` seconds.
+        prices: Where to start, ``[caps, pools]``.
+        targets: ``[caps]``: what the bound should reach to be of use.
+        rounds: Steps at most; fewer once every relaxed optimum is a placement.
+
+    Returns:
+        The best prices found and their solution.
+    """
+    best_prices, best = prices, relax(chain, caps, prices)
+    found, stretch = best, np.full(len(caps), 1.0)
+    for _ in range(rounds):
+        reachable = np.isfinite(found.bound_s)
+        excess = np.where(reachable[:, None], found.used - chain.available, 0.0)
+        slope = np.where((prices <= 0) & (excess < 0), 0.0, excess)
+        norm = (slope**2).sum(axis=1)
+        if not norm.any():
+            break
+        bound = np.where(reachable, found.bound_s, 0.0)
+        gap = np.maximum(np.where(np.isfinite(targets), targets, bound * 1.1) - bound, 0.0)
+        step = np.divide(stretch * gap, norm, out=np.zeros_like(norm), where=norm > 0)
+        if not step.any():
+            break
+        prices = np.maximum(prices + step[:, None] * slope, 0.0)
+        found = relax(chain, caps, prices)
+        better = found.bound_s > best.bound_s
+        stretch = np.where(better, stretch, stretch * 0.7)
+        best_prices = np.where(better[:, None], prices, best_prices)
+        best = Relaxed(
+            np.where(better[:, None, None], found.before_s, best.before_s),
+            np.where(better, found.bound_s, best.bound_s),
+            np.where(better[:, None], found.used, best.used),
+        )
+    return best_prices, best

@@ -1,0 +1,107 @@
+"""Rich tables of plans, comparisons, profiles, and of what was predicted beside what was measured."""
+
+from collections.abc import Iterable, Sequence
+
+from rich.table import Table
+
+from lightning_hetpipe.plans import COLUMNS, Alternative, Plan
+from lightning_hetpipe.profiles import Profile
+from lightning_hetpipe.text import format_seconds
+from lightning_hetpipe.timeline import Timeline
+from lightning_hetpipe.units import format_bytes
+
+
+def plan_table(plan: Plan) -> Table:
+    """One row per stage; the title has batch and schedule, the caption says why."""
+    return _table(plan.headline(), COLUMNS, plan.rows(), caption=f"why: {plan.why()}")
+
+
+def comparison_table(rows: Iterable[Alternative], title: str = "Compared") -> Table:
+    """Every alternative, fastest first; those that cannot run come last, with the reason in the note."""
+    ordered = sorted(rows, key=lambda row: -row.images_per_s)
+    return _table(
+        title,
+        ("alternative", "images/s", "step", "memory", "note"),
+        [
+            (
+                row.name,
+                f"{row.images_per_s:.4g}" if row.images_per_s else "-",
+                format_seconds(row.step_s) if row.images_per_s else "-",
+                format_bytes(row.memory_bytes) if row.memory_bytes else "-",
+                row.note,
+            )
+            for row in ordered
+        ],
+    )
+
+
+def measured_table(plan: Plan, predicted: Timeline, measured: Timeline) -> Table:
+    """Step time, images/s, and each used rank's busy fraction and peak memory, predicted and measured."""
+    return _table(
+        f"{plan.cluster.name}: predicted and measured",
+        ("figure", "predicted", "measured", "difference"),
+        [*_step_rows(plan, predicted, measured), *_rank_rows(plan, predicted, measured)],
+    )
+
+
+def _step_rows(plan: Plan, predicted: Timeline, measured: Timeline) -> list[tuple[str, ...]]:
+    steps = (predicted.step_s, measured.step_s)
+    speeds = [plan.batch_size / step_s if step_s else 0.0 for step_s in steps]
+    return [
+        ("step", *map(format_seconds, steps), _difference(*steps)),
+        ("images/s", *(f"{speed:.4g}" for speed in speeds), _difference(*speeds)),
+    ]
+
+
+def _rank_rows(plan: Plan, predicted: Timeline, measured: Timeline) -> list[tuple[str, ...]]:
+    memory = plan.prediction.memory_bytes if plan.prediction else ()
+    rows: list[tuple[str, ...]] = []
+    for stage, ranks in enumerate(plan.ranks_of_stage):
+        for rank in ranks:
+            where = f"stage {stage} on {plan.cluster.devices[rank].name}"
+            busy = (predicted.busy[rank], measured.busy[rank])
+            rows.append((f"{where}: busy", *(f"{value:.0%}" for value in busy), ""))
+            if rank < len(memory) and rank < len(measured.peak_memory_bytes):
+                pair = (memory[rank], measured.peak_memory_bytes[rank])
+                rows.append((f"{where}: memory", *map(format_bytes, pair), _difference(*pair)))
+    return rows
+
+
+def profile_table(profile: Profile, micro_batch: int | None = None) -> Table:
+    """Seconds of each layer on each device at one micro-batch size (the largest measured by default)."""
+    size = micro_batch or max(device.micro_batches[-1] for device in profile.devices)
+    tables = [device.layer_seconds(size) for device in profile.devices]
+    rows = [
+        (
+            layer.name,
+            layer.operation,
+            format_bytes(layer.parameter_bytes) if layer.parameter_bytes else "-",
+            *(
+                f"{format_seconds(forward[i])} + {format_seconds(backward[i])}"
+                for forward, backward in tables
+            ),
+        )
+        for i, layer in enumerate(profile.graph.layers)
+    ]
+    totals = (
+        f"{format_seconds(sum(forward))} + {format_seconds(sum(backward))}" for forward, backward in tables
+    )
+    rows.append(("all", "", format_bytes(sum(x.parameter_bytes for x in profile.graph.layers)), *totals))
+    return _table(
+        f"{profile.origin} profile, micro-batch of {size}: forward + backward",
+        ("layer", "operation", "weights", *(device.device for device in profile.devices)),
+        rows,
+    )
+
+
+def _difference(predicted: float, measured: float) -> str:
+    return f"{measured / predicted - 1:+.0%}" if predicted else "-"
+
+
+def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Table:
+    table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
+    for name in header:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

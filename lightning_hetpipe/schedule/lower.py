@@ -1,0 +1,137 @@
+"""From orders of computation to what every rank does: the reader, the transfers, the reductions.
+
+    order of stage 1      F0            B0
+    lowered               1RECV_F0 1F0 1SEND_F0 ... 1RECV_B0 1B0 1SEND_B0 ... 1REDUCE_GRAD
+
+A transfer follows a route, so a skip goes straight from its producer to its consumer. Where source
+and target are the same rank there is nothing to send. A receive stands just before its use; the
+transport posts it long ahead.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from lightning_hetpipe.graph import READER, Route
+from lightning_hetpipe.schedule.action import Action, Kind, Schedule
+from lightning_hetpipe.schedule.generate import Orders
+
+RanksOfStage = Sequence[Sequence[int]]
+
+
+def lower(
+    name: str,
+    orders: Orders,
+    *,
+    ranks_of_stage: RanksOfStage,
+    n_ranks: int,
+    n_micro_batches: int,
+    ahead: int,
+    routes: Iterable[Route],
+    reduce: Iterable[int] = (),
+    training: bool = True,
+) -> Schedule:
+    """The action list of every rank.
+
+    Args:
+        orders: Per stage, its computations in order.
+        ahead: How many micro-batches the reader is ahead of the last stage (``in_flight`` of stage 0).
+        reduce: Stages that share gradients with other ranks; they reduce once, at the end.
+    """
+    wiring = Wiring(routes, ranks_of_stage)
+    reduce = set(reduce)
+    actions: list[tuple[Action, ...]] = [()] * n_ranks
+    for stage, order in enumerate(orders):
+        tail = [Action(stage, Kind.REDUCE_GRAD)] if stage in reduce and training else []
+        for rank in ranks_of_stage[stage]:
+            reads = rank == 0
+            ordered = _with_reader(order, len(orders), n_micro_batches, ahead, wiring) if reads else order
+            actions[rank] = (*wiring.with_transfers(ordered), *tail)
+    return Schedule(name, tuple(actions), tuple(map(tuple, ranks_of_stage)), n_micro_batches, training)
+
+
+class Wiring:
+    """Who sends to whom: the routes of a plan seen from each stage."""
+
+    def __init__(self, routes: Iterable[Route], ranks_of_stage: RanksOfStage) -> None:
+        self.local: set[tuple[int, int]] = set()
+        self.sources: dict[int, list[int]] = defaultdict(list)
+        self.targets: dict[int, list[int]] = defaultdict(list)
+        self.returning: set[tuple[int, int]] = set()
+        ranks = {READER: (0,)} | {stage: tuple(held) for stage, held in enumerate(ranks_of_stage)}
+        for route in sorted(routes, key=lambda route: (route.source, route.target)):
+            edge = (route.source, route.target)
+            self.sources[route.target].append(route.source)
+            self.targets[route.source].append(route.target)
+            if route.gradients:
+                self.returning.add(edge)
+            if ranks[route.source] == ranks[route.target]:
+                self.local.add(edge)
+
+    @property
+    def reader_has_backward(self) -> bool:
+        return any((READER, target) in self.returning for target in self.targets[READER])
+
+    def inputs(self, action: Action) -> list[Action]:
+        """What a computation consumes: receives, or the neighbour's computation on the same rank."""
+        stage, m = action.stage, action.micro_batch
+        if action.kind is Kind.F:
+            edges = [(source, (source, stage)) for source in self.sources[stage]]
+            receive = Kind.RECV_F
+        else:
+            edges = [(target, (stage, target)) for target in self.targets[stage]]
+            edges = [(peer, edge) for peer, edge in edges if edge in self.returning]
+            receive = Kind.RECV_B
+        return [
+            Action(peer, action.kind, m) if edge in self.local else Action(stage, receive, m, peer)
+            for peer, edge in edges
+        ]
+
+    def outputs(self, action: Action) -> list[Action]:
+        """The sends that follow a computation."""
+        stage, m = action.stage, action.micro_batch
+        if action.kind is Kind.F:
+            peers = [peer for peer in self.targets[stage] if (stage, peer) not in self.local]
+            return [Action(stage, Kind.SEND_F, m, peer) for peer in peers]
+        edges = [(peer, (peer, stage)) for peer in self.sources[stage]]
+        return [
+            Action(stage, Kind.SEND_B, m, peer)
+            for peer, edge in edges
+            if edge in self.returning and edge not in self.local
+        ]
+
+    def with_transfers(self, order: Iterable[Action]) -> Iterator[Action]:
+        for action in order:
+            yield from (needed for needed in self.inputs(action) if needed.kind.is_receive)
+            yield action
+            yield from self.outputs(action)
+
+
+def _with_reader(
+    order: Sequence[Action], n_stages: int, n_micro_batches: int, ahead: int, wiring: Wiring
+) -> list[Action]:
+    """Weaves the reader into the last stage's order on rank 0.
+
+    ``rF m`` comes before the last stage's forward of ``m - ahead``: stage 0 cannot want it earlier,
+    because it first needs the backward of that micro-batch. ``rB m`` comes after the last stage's
+    backward of ``m + ahead``, which cannot have started before stage 0 finished the backward of ``m``;
+    the last ones come at the end. So the reader never holds up the last stage. With a single
+    stage it runs just before and just after.
+
+        ahead 2, 4 micro-batches    rF0 rF1 rF2 F0 B0 rF3 F1 B1 F2 B2 rB0 F3 B3 rB1 rB2 rB3
+    """
+    if n_stages == 1:
+        ahead = 0
+    ahead = min(ahead, n_micro_batches)
+    woven = [Action(READER, Kind.F, m) for m in range(ahead)]
+    backward = wiring.reader_has_backward
+    for action in order:
+        m = action.micro_batch
+        assert m is not None
+        if action.kind is Kind.F and m + ahead < n_micro_batches:
+            woven.append(Action(READER, Kind.F, m + ahead))
+        woven.append(action)
+        if action.kind is Kind.B and backward and m >= ahead:
+            woven.append(Action(READER, Kind.B, m - ahead))
+    if backward and any(action.kind is Kind.B for action in order):
+        woven += [Action(READER, Kind.B, m) for m in range(n_micro_batches - ahead, n_micro_batches)]
+    return woven

@@ -1,0 +1,54 @@
+"""Trains a network on random samples of its shapes: how ``hetpipe train`` tries a plan on this machine."""
+
+from collections.abc import Sequence
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hetpipe.plans import Plan
+from lightning_hetpipe.strategy.hetpipe import HetPipeStrategy
+from lightning_hetpipe.timeline import Timeline
+
+
+class _Classifier(L.LightningModule):
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        *inputs, labels = batch
+        return F.cross_entropy(self.network(*inputs), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+
+def train_on_random_samples(
+    network: nn.Module, shapes: Sequence[tuple[int, ...]], n_classes: int, plan: Plan, n_steps: int
+) -> Timeline:
+    """Runs ``n_steps`` optimizer steps of a classification under a plan, one process per device.
+
+    Args:
+        network: Takes one argument per shape, returns logits of shape ``[batch, n_classes]``.
+        shapes: One sample of each argument, without the batch dimension.
+
+    Returns:
+        The measured step.
+    """
+    inputs = [torch.randn(plan.batch_size, *shape) for shape in shapes]
+    samples = TensorDataset(*inputs, torch.randint(n_classes, (plan.batch_size,)))
+    strategy = HetPipeStrategy(cluster=plan.cluster, plan=plan, start_method="fork")
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=len(plan.cluster.devices),
+        max_epochs=n_steps,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        logger=False,
+    )
+    trainer.fit(_Classifier(network), DataLoader(samples, plan.batch_size))
+    return strategy.timeline

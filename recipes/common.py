@@ -1,0 +1,74 @@
+"""What every recipe does around its model: choose devices, train, show and keep what happened."""
+
+import json
+from pathlib import Path
+
+import hydra
+import lightning as L
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+import lightning_hetpipe as hp
+from lightning_hetpipe.report import measured_table, plan_table, save_gantt
+from lightning_hetpipe.timeline import chrome_trace
+
+
+class ShowPlan(L.Callback):
+    """Prints the plan before the first step."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            Console().print(plan_table(trainer.strategy.plan))
+
+
+def train(config: DictConfig, module: L.LightningModule) -> dict[str, float]:
+    """Trains ``module`` on ``config.cluster`` and returns the run's main numbers.
+
+    The run directory receives ``result.json``, ``plan.json``, ``timeline.json`` and ``gantt.png``.
+    """
+    L.seed_everything(config.seed, verbose=False)
+    cluster = hp.Cluster.from_mapping(OmegaConf.to_container(config.cluster, resolve=True))
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    strategy = hp.HetPipeStrategy(
+        cluster=cluster, run_dir=run_dir, **OmegaConf.to_container(config.hetpipe, resolve=True)
+    )
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=len(cluster.devices),
+        max_epochs=config.max_epochs,
+        callbacks=[ShowPlan(), hp.PipelineStatsMonitor()],
+        enable_progress_bar=config.progress_bar,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        logger=False,
+    )
+    trainer.fit(module, hydra.utils.instantiate(config.data))
+    return keep(trainer, run_dir)
+
+
+def keep(trainer: L.Trainer, run_dir: Path) -> dict[str, float]:
+    """Prints predicted beside measured, writes the run's files, and returns its main numbers."""
+    plan, measured = trainer.strategy.plan, trainer.strategy.timeline
+    predicted = hp.simulate(plan, trainer.strategy.profile)
+    Console().print(measured_table(plan, predicted, measured))
+    figures = {
+        "val_acc": float(trainer.callback_metrics["val_acc"]),
+        "images_per_s": float(trainer.callback_metrics["hetpipe/images_per_s"]),
+        "step_s_measured": float(trainer.callback_metrics["hetpipe/step_s"]),
+        "step_s_predicted": plan.prediction.step_s,
+        "images_per_s_bound": plan.prediction.images_per_s_bound,
+    }
+    run_dir.mkdir(parents=True, exist_ok=True)
+    plan.save(run_dir / "plan.json")
+    (run_dir / "timeline.json").write_text(json.dumps(chrome_trace([predicted, measured])), encoding="utf-8")
+    save_gantt([predicted, measured], run_dir / "gantt.png", [d.name for d in plan.cluster.devices])
+    result = {
+        **figures,
+        "plan": json.loads(plan.to_json()),
+        "peak_memory_bytes": list(measured.peak_memory_bytes),
+    }
+    (run_dir / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    Console().print(f"validation accuracy {figures['val_acc']:.3f}; the run is in {run_dir}")
+    return figures
