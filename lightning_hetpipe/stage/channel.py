@@ -93,6 +93,17 @@ class ChannelStage(nn.Module):
         self.forwards = 0
         self._steps = _with_drops(_program(self.code, layout, self.member))
 
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Values that enter the stage."""
+        return tuple(self.code.entering.values())
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Values that leave a `StageModule`."""
+        names: tuple[str, ...] = self.__dict__["stage"].output_names
+        return names
+
     def shard_(self) -> "ChannelStage":
         """Cuts the stage's full parameters and buffers in place to this member's."""
         shard_(self.code.module, self.layout.placements, self.member.index)
