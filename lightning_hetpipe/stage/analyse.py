@@ -1,7 +1,7 @@
 """From a traced stage to the layout of its group: what is shared, what is whole, where it communicates."""
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,7 @@ def analyse(
     shares: tuple[float, ...],
     cost: Cost | None = None,
     align: int = 1,
+    keep_whole: Collection[str] = (),
 ) -> StageLayout:
     """Chooses the layout of a stage; must see the full (or meta) tensors, before they are cut.
 
@@ -104,6 +105,7 @@ def analyse(
         shares: Fractions of the members, in order of the group's ranks.
         cost: Seconds of compute and collectives; default: speeds proportional to the shares.
         align: Multiple of channels that the members' kernels prefer; kept where there are enough.
+        keep_whole: Names of parameters not to cut: those that other stages hold too.
 
     Raises:
         PlanError: No operation can be shared: fewer channels than devices, or nothing of a known kind.
@@ -112,7 +114,7 @@ def analyse(
     code = code_of(stage)
     values = infer_shapes(code, inputs)
     plain = frozenset(name for name, value in values.items() if not _holds_tensor(value))
-    survey = _Survey(code, values, plain, Cutter(shares, align))
+    survey = _Survey(code, values, plain, Cutter(shares, align), keep_whole)
     survey.run()
     operations = survey.operations
     if not any(way.shared for operation in operations.values() for way in operation.ways):
@@ -132,7 +134,14 @@ def analyse(
 class _Survey:
     """Asks the rules about every node, in order."""
 
-    def __init__(self, code: Code, values: Mapping[str, Any], plain: frozenset[str], cutter: Cutter) -> None:
+    def __init__(
+        self,
+        code: Code,
+        values: Mapping[str, Any],
+        plain: frozenset[str],
+        cutter: Cutter,
+        keep_whole: Collection[str],
+    ) -> None:
         self.code = code
         self.values = values
         self.plain = plain
@@ -140,6 +149,9 @@ class _Survey:
         self.modules = dict(code.root.named_modules(remove_duplicate=False))
         self.nodes = {node.name: node for node in code.graph.nodes}
         self.used, self.parameters = _uses(code, self.modules)
+        for name, parameter in code.root.named_parameters(remove_duplicate=False):
+            if code.name(name) in keep_whole and id(parameter) in self.used:
+                self.used[id(parameter)] += 1  # by another stage
         self.operations: dict[str, Operation] = {}
         self.realisations: dict[str, dict[str, Realisation]] = {}
         self.operands: dict[str, dict[str, str]] = {}

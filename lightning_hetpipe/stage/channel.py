@@ -28,7 +28,7 @@ from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.stage import collective
 from lightning_hetpipe.stage.analyse import StageLayout, mutates
 from lightning_hetpipe.stage.consolidate import shard_
-from lightning_hetpipe.stage.kernels import Kernel, Member, with_own_randomness
+from lightning_hetpipe.stage.kernels import Kernel, Member, seed_streams, with_own_randomness
 from lightning_hetpipe.stage.layout import Conversion, Form
 from lightning_hetpipe.stage.shapes import Code, code_of
 
@@ -120,7 +120,7 @@ class ChannelStage(nn.Module):
         """
         devices = {value.device for value in values.values() if value.device.type == "cuda"}
         with torch.random.fork_rng(devices=list(devices)):
-            torch.manual_seed(self.seed * 1_000_003 + self.forwards)
+            seed_streams(self.seed * 1_000_003 + self.forwards, devices)
             self.forwards += 1
             return self._run(values)
 

@@ -3,7 +3,7 @@
 A kernel refers to the stage's module, whose parameters are shards, and does not own it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,9 @@ def heads(module: nn.Module, member: Member, n_heads: int) -> Kernel:
     """Attention of this member's heads; their output projections are summed over the group."""
     assert isinstance(module, nn.MultiheadAttention)
 
-    def run(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, None]:
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, None]:
         assert module.in_proj_weight is not None
         biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
         projected = [
@@ -98,7 +100,9 @@ def heads(module: nn.Module, member: Member, n_heads: int) -> Kernel:
         batch = projected[0].shape[0]
         q, k, v = (x.reshape(batch, x.shape[1], n_heads, -1).transpose(1, 2) for x in projected)
         dropout = module.dropout if module.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            attn_mask = ~attn_mask  # True means "leave out" to the module, and "attend" to the function
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout)
         y = y.transpose(1, 2).flatten(2)
         if not module.batch_first:
             y = y.transpose(0, 1)
@@ -130,6 +134,14 @@ def _without_bias(module: nn.Module, x: Tensor) -> Tensor:
     return result
 
 
+def seed_streams(seed: int, devices: Iterable[torch.device]) -> None:
+    """Seeds the cpu's stream and those of some cuda devices, and no other."""
+    torch.default_generator.manual_seed(seed)
+    for device in devices:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
 def with_own_randomness(run: Kernel, member: Member) -> Kernel:
     """Draws from a stream that differs between members, and leaves the common stream where it was."""
 
@@ -138,7 +150,7 @@ def with_own_randomness(run: Kernel, member: Member) -> Kernel:
         # the common stream seeds the members' own, so that they move on with it
         seed = int(torch.randint(1 << 31, ()).item())
         with torch.random.fork_rng(devices=list(devices)):
-            torch.manual_seed(seed * 1_000_003 + member.index)
+            seed_streams(seed * 1_000_003 + member.index, devices)
             return run(*args, **kwargs)
 
     return draw

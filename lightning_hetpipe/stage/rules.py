@@ -192,6 +192,8 @@ def answer(site: Site) -> Answer:
         return _concat(site)
     if node.target in (F.softmax, torch.softmax, "softmax", F.log_softmax):
         return _over_dim(site, site.argument(1, "dim"))
+    if node.target is operator.getitem:
+        return Answer()
     return Answer(note="not known to be separable by channels")
 
 
@@ -226,7 +228,9 @@ def _module(site: Site, module: nn.Module) -> Answer:
         return _over_dim(site, module.dim)
     if isinstance(module, nn.Embedding):
         return _embedding(site, module)
-    return Answer(work=_module_work(site, module), note="not known to be separable by channels")
+    coupled = isinstance(module, (nn.LayerNorm, nn.RMSNorm))
+    note = "normalises over the channels" if coupled else "not known to be separable by channels"
+    return Answer(work=_size_work(site) if coupled else _module_work(site, module), note=note)
 
 
 def _plain(module: nn.Module) -> bool:
@@ -464,16 +468,17 @@ def _heads(site: Site) -> Answer:
     width, tokens = module.embed_dim, x.numel() // module.embed_dim
     length = x.shape[1 if module.batch_first else 0]
     work = 6.0 * tokens * (4 * width * width + 2 * length * width)
-    others = {k: v for k, v in site.node.kwargs.items() if k not in ("query", "key", "value")}
-    plain = {"need_weights", "average_attn_weights"}
+    known = {"query", "key", "value", "need_weights", "average_attn_weights", "is_causal"}
+    mask = site.node.kwargs.get("attn_mask")
+    masked = any(v is not None for k, v in site.node.kwargs.items() if k not in (*known, "attn_mask"))
+    if isinstance(mask, fx.Node):
+        masked = masked or site.values[mask.name].ndim != 2
     weights_used = any(
         user.target is not operator.getitem or user.args[1] != 0 for user in site.node.users if user.users
     )
     reason = ""
-    if x.ndim != 3 or any(v is not None for k, v in others.items() if k not in plain):
-        reason = "called with masks or without a batch dimension"
-    elif len(site.node.args) > 3:
-        reason = "called with masks"
+    if x.ndim != 3 or masked or len(site.node.args) > 3:
+        reason = "called with masks per sample or without a batch dimension"
     elif weights_used:
         reason = "its attention weights are used"
     elif module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:

@@ -32,7 +32,7 @@ def plain(module: nn.Module) -> nn.Module:
 def worst(found: Tensor, wanted: Tensor) -> float:
     """The largest difference."""
     assert found.shape == wanted.shape, (found.shape, wanted.shape)
-    return float((found.detach() - wanted.detach()).abs().max()) if wanted.numel() else 0.0
+    return float((found.detach().double() - wanted.detach().double()).abs().max()) if wanted.numel() else 0.0
 
 
 def parity(

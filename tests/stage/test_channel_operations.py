@@ -99,6 +99,20 @@ class Attention(nn.Module):
         return x + self.down(F.gelu(self.up(self.second(x))))
 
 
+class Masked(nn.Module):
+    """Causal attention, the mask as numbers or as truth."""
+
+    def __init__(self, truth: bool) -> None:
+        super().__init__()
+        self.attention, self.last = nn.MultiheadAttention(32, 8, batch_first=True), nn.Linear(32, 6)
+        later = torch.ones(5, 5, dtype=torch.bool).triu(1)
+        self.register_buffer("mask", later if truth else torch.zeros(5, 5).masked_fill(later, -9.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attention(x, x, x, attn_mask=self.mask, need_weights=False, is_causal=False)[0]
+        return self.last(x + y)
+
+
 class Tied(nn.Module):
     """One convolution in two places must stay whole."""
 
@@ -210,6 +224,8 @@ CASES = {
     "convnext": (ConvNext, IMAGE),
     "attention": (lambda: Attention(True, True), TOKENS),
     "attention_time_first": (lambda: Attention(False, False), TOKENS),
+    "masked_by_numbers": (lambda: Masked(False), TOKENS),
+    "masked_by_truth": (lambda: Masked(True), TOKENS),
     "tied": (Tied, (2, 4, 6, 6)),
     "sizes": (Sizes, IMAGE),
     "frozen": (Frozen, IMAGE),

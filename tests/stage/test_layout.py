@@ -127,7 +127,7 @@ def test_the_listing_says_why_something_is_whole():
     net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=2), nn.LayerNorm(7), nn.Conv2d(8, 9, 1))
     text = _describe(net, torch.zeros(2, 3, 9, 9), (0.5, 0.3, 0.2), bandwidth_bytes_per_s=1e15)
     assert "no cut of its input falls on group boundaries" in text
-    assert "not known to be separable by channels" in text
+    assert "normalises over the channels" in text
 
 
 def test_fewer_channels_than_devices_are_refused_with_the_reason():
@@ -151,6 +151,15 @@ def test_cuts_are_aligned_where_there_are_enough_channels():
     chosen = analyse(net, {"input": x}, shares, cost, align=8)
     assert chosen.placements["0.weight"].sharding.counts == (48, 16)
     assert chosen.operations["_2"].sharding.counts == (4, 2)
+
+
+def test_parameters_that_other_stages_hold_too_stay_whole():
+    net = fx.symbolic_trace(nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 6)))
+    x, shares = torch.zeros(4, 6), (0.6, 0.4)
+    cost = GroupCost(shares, latency_s=1e-9, bandwidth_bytes_per_s=1e15)
+    chosen = analyse(net, {"input": x}, shares, cost, keep_whole={"2.weight"})
+    assert set(chosen.placements) == {"0.weight", "0.bias"}
+    assert chosen.whole == ("2.weight", "2.bias")
 
 
 def test_analysing_touches_neither_parameters_nor_buffers_nor_the_random_stream():
