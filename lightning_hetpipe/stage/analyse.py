@@ -21,15 +21,9 @@ from lightning_hetpipe.stage.layout import (
     choose,
     collectives,
 )
-from lightning_hetpipe.stage.rules import (
-    IN_PLACE_OPERATORS,
-    Answer,
-    Cutter,
-    Realisation,
-    Site,
-    answer,
-)
+from lightning_hetpipe.stage.rules import IN_PLACE_OPERATORS, answer
 from lightning_hetpipe.stage.shapes import Code, code_of, infer_shapes
+from lightning_hetpipe.stage.site import Answer, Cutter, Realisation, Site
 
 
 @dataclass(frozen=True)

@@ -10,23 +10,28 @@ anything else                           whole
 """
 
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from math import lcm, prod
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.stage import kernels
 from lightning_hetpipe.stage.consolidate import Placement
 from lightning_hetpipe.stage.kernels import Kernel, Member
-from lightning_hetpipe.stage.layout import Form, Sharding, Way
+from lightning_hetpipe.stage.layout import Sharding, Way
+from lightning_hetpipe.stage.local import (
+    concat,
+    flatten,
+    over_dim,
+    permute,
+    pointwise,
+    reduction,
+    spatial,
+    view,
+)
 from lightning_hetpipe.stage.shares import channel_bounds
-
-WHOLE, COPY, SHARD = Form.REPLICATED, Form.COPIED, Form.SHARDED
+from lightning_hetpipe.stage.site import COPY, SHARD, WHOLE, Answer, Realisation, Site, local, size_work
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -66,102 +71,6 @@ REDUCTIONS = {torch.mean, torch.sum, torch.amax, torch.amin, "mean", "sum", "ama
 IN_PLACE_OPERATORS = {operator.iadd, operator.isub, operator.imul, operator.itruediv}
 
 
-@dataclass(frozen=True)
-class Realisation:
-    """A way, what it cuts, and what runs for it.
-
-    Attributes:
-        way: For the choice.
-        placements: Parameter or buffer (by its name in the module) to where its parts lie.
-        kernel: Makes what runs instead of the node's own target; None runs that on what it is given.
-        own_randomness: True when members must draw different numbers.
-    """
-
-    way: Way
-    placements: Mapping[str, Placement] = field(default_factory=dict)
-    kernel: Callable[[Member], Kernel] | None = None
-    own_randomness: bool = False
-
-
-@dataclass
-class Answer:
-    """What a rule says about a node."""
-
-    sharding: Sharding | None = None
-    shared: list[Realisation] = field(default_factory=list)
-    work: float = 0.0
-    note: str = ""
-
-
-@dataclass
-class Cutter:
-    """One cut vector per channel width, aligned to every group size that the stage asks of it.
-
-    Attributes:
-        shares: Of the members.
-        align: Channels that kernels like together, where there are enough.
-        units: Width to the unit of its cuts.
-    """
-
-    shares: tuple[float, ...]
-    align: int = 1
-    units: dict[int, int] = field(default_factory=dict)
-
-    def ask(self, channels: int, unit: int) -> None:
-        """Wants cuts at multiples of ``unit``; granted when every member still gets one."""
-        both = lcm(self.units.get(channels, 1), unit)
-        if channels % both == 0 and channels // both >= len(self.shares):
-            self.units[channels] = both
-
-    def cut(self, channels: int, dim: int) -> Sharding | None:
-        """None when there are fewer channels than members."""
-        self.ask(channels, self.align)
-        try:
-            return Sharding(dim, channel_bounds(channels, self.shares, self.units.get(channels, 1)))
-        except PlanError:
-            return None
-
-
-@dataclass(frozen=True)
-class Site:
-    """A node with what surrounds it.
-
-    Attributes:
-        node: The operation.
-        module: Its module, for ``call_module``.
-        inputs: Nodes whose tensors it takes, each once.
-        values: Shapes of inputs and result, on the meta device.
-        shardings: How the inputs are cut when sharded.
-        cutter: Cut vectors of the stage.
-        own: Whether the module's parameters belong to this node alone.
-    """
-
-    node: fx.Node
-    module: nn.Module | None
-    inputs: tuple[fx.Node, ...]
-    values: Mapping[str, Any]
-    shardings: Mapping[str, Sharding | None]
-    cutter: Cutter
-    own: bool
-
-    @property
-    def result(self) -> Any:
-        return self.values[self.node.name]
-
-    def value(self, index: int = 0) -> Tensor:
-        tensor: Tensor = self.values[self.inputs[index].name]
-        return tensor
-
-    def sharding(self, index: int = 0) -> Sharding | None:
-        return self.shardings[self.inputs[index].name]
-
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """A literal argument."""
-        if name in self.node.kwargs:
-            return self.node.kwargs[name]
-        return self.node.args[position] if len(self.node.args) > position else default
-
-
 def answer(site: Site) -> Answer:
     """How the node can be shared."""
     node, module = site.node, site.module
@@ -171,27 +80,27 @@ def answer(site: Site) -> Answer:
         return _module(site, module)
     name = getattr(node.target, "__name__", str(node.target))
     if node.target in POINTWISE_FUNCTIONS or (node.op == "call_method" and node.target in POINTWISE_METHODS):
-        return _pointwise(site)
+        return pointwise(site)
     if node.target == "to":
-        return _pointwise(site)
+        return pointwise(site)
     if node.target in (F.dropout, F.alpha_dropout):
-        return _pointwise(site, own_randomness=True)
+        return pointwise(site, own_randomness=True)
     if name in ("stochastic_depth", "drop_path"):  # one mask per sample: the same for every channel
-        return _pointwise(site)
+        return pointwise(site)
     if node.target in SPATIAL_FUNCTIONS:
-        return _spatial(site)
+        return spatial(site)
     if node.target in (torch.flatten, "flatten"):
-        return _flatten(site, site.argument(1, "start_dim", 0), site.argument(2, "end_dim", -1))
+        return flatten(site, site.argument(1, "start_dim", 0), site.argument(2, "end_dim", -1))
     if node.target in (torch.reshape, "view", "reshape"):
-        return _view(site)
+        return view(site)
     if node.target in REDUCTIONS:
-        return _reduction(site)
+        return reduction(site)
     if node.target in (torch.permute, "permute", torch.transpose, "transpose"):
-        return _permute(site)
+        return permute(site)
     if node.target in (torch.cat, torch.concat):
-        return _concat(site)
+        return concat(site)
     if node.target in (F.softmax, torch.softmax, "softmax", F.log_softmax):
-        return _over_dim(site, site.argument(1, "dim"))
+        return over_dim(site, site.argument(1, "dim"))
     if node.target is operator.getitem:
         return Answer()
     return Answer(note="not known to be separable by channels")
@@ -199,7 +108,7 @@ def answer(site: Site) -> Answer:
 
 def _module(site: Site, module: nn.Module) -> Answer:
     if not _plain(module):
-        return Answer(work=_size_work(site), note="its parameters are computed or hooked")
+        return Answer(work=size_work(site), note="its parameters are computed or hooked")
     if isinstance(module, (*CONVS, *TRANSPOSED, nn.Linear)):
         return _dense(site, module)
     if isinstance(module, nn.MultiheadAttention):
@@ -212,25 +121,25 @@ def _module(site: Site, module: nn.Module) -> Answer:
         return _group_norm(site, module)
     if isinstance(module, nn.PReLU):
         if module.num_parameters == 1:
-            return Answer(work=_size_work(site), note="one slope for all channels")
+            return Answer(work=size_work(site), note="one slope for all channels")
         return _channelwise(site, module, module.num_parameters)
     if isinstance(module, POINTWISE):
-        return _pointwise(site)
+        return pointwise(site)
     if isinstance(module, DROPOUTS):
-        return _pointwise(site, own_randomness=True)
+        return pointwise(site, own_randomness=True)
     if isinstance(module, CHANNEL_DROPOUTS):
-        return _spatial(site, own_randomness=True)
+        return spatial(site, own_randomness=True)
     if isinstance(module, SPATIAL):
-        return _spatial(site)
+        return spatial(site)
     if isinstance(module, nn.Flatten):
-        return _flatten(site, module.start_dim, module.end_dim)
+        return flatten(site, module.start_dim, module.end_dim)
     if isinstance(module, (nn.Softmax, nn.LogSoftmax)):
-        return _over_dim(site, module.dim)
+        return over_dim(site, module.dim)
     if isinstance(module, nn.Embedding):
         return _embedding(site, module)
     coupled = isinstance(module, (nn.LayerNorm, nn.RMSNorm))
     note = "normalises over the channels" if coupled else "not known to be separable by channels"
-    return Answer(work=_size_work(site) if coupled else _module_work(site, module), note=note)
+    return Answer(work=size_work(site) if coupled else _module_work(site, module), note=note)
 
 
 def _plain(module: nn.Module) -> bool:
@@ -238,20 +147,10 @@ def _plain(module: nn.Module) -> bool:
     return not module._forward_pre_hooks and not hasattr(module, "parametrizations")
 
 
-def _size_work(site: Site) -> float:
-    return 40.0 * site.result.numel() if isinstance(site.result, Tensor) else 0.0
-
-
 def _module_work(site: Site, module: nn.Module) -> float:
     weights = sum(parameter.numel() for parameter in module.parameters())
     positions = site.value().numel() / max(1, site.value().shape[-1])
-    return 6.0 * weights * positions + _size_work(site)
-
-
-def _local(site: Site, sharding: Sharding, **options: Any) -> Answer:
-    forms = (SHARD,) * len(site.inputs)
-    realisation = Realisation(Way("local", forms, SHARD, shared=True), **options)
-    return Answer(sharding, [realisation], _size_work(site))
+    return 6.0 * weights * positions + size_work(site)
 
 
 def _dense(site: Site, module: nn.Module) -> Answer:
@@ -310,7 +209,7 @@ def _grouped(site: Site, module: nn.Module, taken: Sharding | None, work: float)
     out = Sharding(1, tuple(bound * per_out for bound in bounds))
     cuts = {name: Placement(Sharding(0, out.bounds)) for name, _ in module.named_parameters()}
     counts = Sharding(0, bounds).counts
-    found = _local(
+    found = local(
         site, out, placements=cuts, kernel=lambda member: kernels.grouped_conv(module, counts[member.index])
     )
     found.work = work
@@ -323,142 +222,32 @@ def _channelwise(
     """Parameters and buffers of one number per channel, cut with the channels."""
     sharding = site.sharding()
     if sharding is None or sharding.dim != 1 or not site.own:
-        return Answer(work=_size_work(site))
+        return Answer(work=size_work(site))
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     cut = Placement(Sharding(0, sharding.bounds))
     cuts = {name: cut for name, tensor in tensors.items() if tensor.ndim and tensor.shape[0] == channels}
-    return _local(site, sharding, placements=cuts, kernel=kernel)
+    return local(site, sharding, placements=cuts, kernel=kernel)
 
 
 def _group_norm(site: Site, module: nn.GroupNorm) -> Answer:
     sharding = site.sharding()
     per_group = module.num_channels // module.num_groups
     if sharding is None or sharding.dim != 1 or not sharding.aligned(per_group):
-        return Answer(work=_size_work(site), note=f"no cut falls on its groups of {per_group} channels")
+        return Answer(work=size_work(site), note=f"no cut falls on its groups of {per_group} channels")
     counts = tuple(count // per_group for count in sharding.counts)
     return _channelwise(
         site, module, module.num_channels, lambda member: kernels.group_norm(module, counts[member.index])
     )
 
 
-def _pointwise(site: Site, own_randomness: bool = False) -> Answer:
-    """Operands of the full size are cut alike; those that are broadcast over the channels stay whole."""
-    y = site.result
-    found: Sharding | None = None
-    for index, _ in enumerate(site.inputs):
-        x, sharding = site.value(index), site.sharding(index)
-        if sharding is not None:
-            dim = sharding.dim + y.ndim - x.ndim
-            if y.shape[dim] == x.shape[sharding.dim] > 1 and found is None:
-                found = Sharding(dim, sharding.bounds)
-    forms = []
-    for index, _ in enumerate(site.inputs):
-        x, sharding = site.value(index), site.sharding(index)
-        if found is None:
-            return Answer(work=_size_work(site))
-        dim = found.dim - (y.ndim - x.ndim)
-        if dim < 0 or x.shape[dim] == 1:
-            forms.append(COPY)
-        elif sharding == Sharding(dim, found.bounds):
-            forms.append(SHARD)
-        else:
-            return Answer(work=_size_work(site), note="its operands are cut differently")
-    assert found is not None
-    way = Way("local", tuple(forms), SHARD, shared=True)
-    return Answer(found, [Realisation(way, own_randomness=own_randomness)], _size_work(site))
-
-
-def _spatial(site: Site, own_randomness: bool = False) -> Answer:
-    sharding = site.sharding()
-    if (
-        sharding is None
-        or sharding.dim != 1
-        or site.value().ndim < 3
-        or site.result.ndim != site.value().ndim
-    ):
-        return Answer(work=_size_work(site))
-    return _local(site, sharding, own_randomness=own_randomness)
-
-
-def _flatten(site: Site, start: int, end: int) -> Answer:
-    """Channels that are the outermost flattened dimension stay contiguous: cuts are multiplied."""
-    sharding, x = site.sharding(), site.value()
-    start, end = start % x.ndim, end % x.ndim
-    if sharding is None or (start < sharding.dim <= end and prod(x.shape[start : sharding.dim]) > 1):
-        return Answer(work=0.0)
-    if sharding.dim < start:
-        return _local(site, sharding)
-    if sharding.dim > end:
-        return _local(site, Sharding(sharding.dim - (end - start), sharding.bounds))
-    return _local(site, sharding.scaled(prod(x.shape[sharding.dim + 1 : end + 1]), start))
-
-
-def _view(site: Site) -> Answer:
-    """Only ``view(n, -1)``, which is a flatten."""
-    x, y = site.value(), site.result
-    last = site.node.args[-1]
-    if isinstance(last, (tuple, list)):
-        last = last[-1]
-    if x.ndim >= 2 and y.ndim == 2 and y.shape[0] == x.shape[0] and last == -1:
-        return _flatten(site, 1, -1)
-    return Answer(note="a reshape that mixes channels with other dimensions")
-
-
-def _reduction(site: Site) -> Answer:
-    sharding, x = site.sharding(), site.value()
-    dims = site.argument(1, "dim")
-    if sharding is None or dims is None:
-        return Answer(work=_size_work(site))
-    reduced = {d % x.ndim for d in (dims if isinstance(dims, (tuple, list)) else (dims,))}
-    if sharding.dim in reduced:
-        return Answer(work=_size_work(site), note="reduces over the channels")
-    kept = site.result.ndim == x.ndim
-    dim = sharding.dim if kept else sharding.dim - sum(d < sharding.dim for d in reduced)
-    found = _local(site, Sharding(dim, sharding.bounds))
-    found.work = 40.0 * x.numel()
-    return found
-
-
-def _permute(site: Site) -> Answer:
-    sharding, x = site.sharding(), site.value()
-    if sharding is None:
-        return Answer()
-    if site.node.target in (torch.permute, "permute"):
-        order: Any = site.argument(1, "dims") if site.node.target is torch.permute else site.node.args[1:]
-        if len(order) == 1 and isinstance(order[0], (tuple, list)):
-            order = order[0]
-        dims = [d % x.ndim for d in order]
-    else:
-        dims = list(range(x.ndim))
-        first, second = site.argument(1, "dim0") % x.ndim, site.argument(2, "dim1") % x.ndim
-        dims[first], dims[second] = dims[second], dims[first]
-    return _local(site, Sharding(dims.index(sharding.dim), sharding.bounds))
-
-
-def _concat(site: Site) -> Answer:
-    """Along the channels, shards would come out of order: the operands are gathered first."""
-    first = site.sharding()
-    dim = site.argument(1, "dim", 0) % site.value().ndim
-    if first is None or any(site.sharding(i) != first for i in range(len(site.inputs))) or dim == first.dim:
-        return Answer(work=_size_work(site), note="joins channels, so that its operands are gathered")
-    return _local(site, first)
-
-
-def _over_dim(site: Site, dim: int | None) -> Answer:
-    sharding = site.sharding()
-    if sharding is None or dim is None or dim % site.value().ndim == sharding.dim:
-        return Answer(work=_size_work(site), note="couples the channels")
-    return _local(site, sharding)
-
-
 def _embedding(site: Site, module: nn.Embedding) -> Answer:
     y = site.result
     out = site.cutter.cut(module.embedding_dim, y.ndim - 1)
     if out is None or not site.own or module.max_norm is not None:
-        return Answer(work=_size_work(site))
+        return Answer(work=size_work(site))
     cuts = {"weight": Placement(Sharding(1, out.bounds))}
     column = Realisation(Way("column", (COPY,), SHARD, shared=True), cuts)
-    return Answer(out, [column], _size_work(site))
+    return Answer(out, [column], size_work(site))
 
 
 def _heads(site: Site) -> Answer:
