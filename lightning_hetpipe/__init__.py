@@ -21,27 +21,42 @@ Vocabulary, one word per thing:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_hetpipe.strategy.registry import register
+
 if TYPE_CHECKING:
+    from lightning_hetpipe.callbacks import PipelineStatsMonitor
     from lightning_hetpipe.cluster import Cluster, Device, Emulation, Link
+    from lightning_hetpipe.engine.survey import profile
     from lightning_hetpipe.errors import HetPipeError
+    from lightning_hetpipe.planner.comparison import compare
+    from lightning_hetpipe.planner.search import make_plan as plan
+    from lightning_hetpipe.planner.simulate import simulate
     from lightning_hetpipe.plans import Plan
     from lightning_hetpipe.profiles import Profile
     from lightning_hetpipe.stage.norm import convert_norm
+    from lightning_hetpipe.strategy.hetpipe import HetPipeStrategy
     from lightning_hetpipe.timeline import Timeline
 
 __version__ = "0.1.0"
 
-# Public names and the modules that hold them; loaded on first use, so that planning needs no torch.
+# Public names and the modules that hold them (and the name there, if it differs);
+# loaded on first use, so that planning needs no torch.
 _HOME = {
     "Cluster": "cluster",
     "Device": "cluster",
     "Emulation": "cluster",
     "Link": "cluster",
     "HetPipeError": "errors",
+    "HetPipeStrategy": "strategy.hetpipe",
+    "PipelineStatsMonitor": "callbacks",
     "Plan": "plans",
     "Profile": "profiles",
     "Timeline": "timeline",
+    "compare": "planner.comparison",
     "convert_norm": "stage.norm",
+    "plan": "planner.search:make_plan",
+    "profile": "engine.survey",
+    "simulate": "planner.simulate",
 }
 
 __all__ = [
@@ -49,15 +64,25 @@ __all__ = [
     "Device",
     "Emulation",
     "HetPipeError",
+    "HetPipeStrategy",
     "Link",
+    "PipelineStatsMonitor",
     "Plan",
     "Profile",
     "Timeline",
+    "compare",
     "convert_norm",
+    "plan",
+    "profile",
+    "simulate",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    module, _, known_as = _HOME[name].partition(":")
+    return getattr(import_module(f"{__name__}.{module}"), known_as or name)
+
+
+register()

@@ -10,19 +10,20 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import hydra
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from rich.progress import Progress
 
 import lightning_hetpipe as hp
 from lightning_hetpipe.cluster import Cluster
-from lightning_hetpipe.errors import HetPipeError, ProfileError
+from lightning_hetpipe.errors import HetPipeError
 from lightning_hetpipe.plans import Alternative, Plan
 from lightning_hetpipe.profiles import Profile
-from lightning_hetpipe.report import comparison_table, measured_table, plan_table, profile_table
+from lightning_hetpipe.report import comparison_table, measured_table, plan_table, profile_table, show
 from lightning_hetpipe.shipped import conf_dir
 
 Figures = dict[str, float]
@@ -135,16 +136,17 @@ def _profile(config: DictConfig, cluster: Cluster) -> Profile:
     """From a file, from published figures, or measured here."""
     if config.profile not in ("auto", "analytic"):
         return Profile.load(config.profile)
-    unlike = [device.name for device in cluster.devices if device.emulation is None]
-    if config.profile == "auto" and unlike and cluster.devices[0].flops_per_s is not None:
-        raise ProfileError(
-            f"profile=auto measures on this machine, which does not have {unlike[0]} and others of "
-            f"{cluster.name}: say profile=analytic, or give a profile measured there (profile=FILE)"
-        )
     import torch
 
     example = tuple(torch.randn(int(config.batch_size), *shape) for shape in _shapes(config))
-    return hp.profile(_module(config), example, cluster, origin=config.profile)
+    origin: Literal["measured", "analytic"] = "measured" if config.profile == "auto" else "analytic"
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring")
+
+        def advance(device: str, done: int, total: int) -> None:
+            bar.update(task, description=f"measuring {device}", completed=done, total=total)
+
+        return hp.profile(_module(config), example, cluster, origin=origin, progress=advance)
 
 
 def _plan(config: DictConfig) -> tuple[Plan, Profile]:
@@ -153,7 +155,7 @@ def _plan(config: DictConfig) -> tuple[Plan, Profile]:
         return plan, _profile(config, plan.cluster)
     cluster = _cluster(config)
     profile = _profile(config, cluster)
-    merge = OmegaConf.to_container(config.merge) if OmegaConf.is_list(config.merge) else config.merge
+    merge: Any = OmegaConf.to_container(config.merge) if OmegaConf.is_list(config.merge) else config.merge
     plan = hp.plan(
         profile,
         cluster,
@@ -171,9 +173,7 @@ def _show(config: DictConfig, as_json: str, as_text: Callable[[], list[Any]]) ->
     if config.format == "json":
         print(as_json)
         return
-    console = Console()
-    for part in as_text():
-        console.print(part, highlight=False, markup=False)
+    show(*as_text())
 
 
 def _one_line(text: str) -> str:

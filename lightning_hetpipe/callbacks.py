@@ -3,6 +3,7 @@
 import statistics
 import time
 import warnings
+from itertools import pairwise
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
@@ -13,11 +14,11 @@ from lightning_hetpipe.timeline import Timeline
 
 
 class PipelineStatsMonitor(Callback):
-    """Logs ``hetpipe/...`` at the end of every training epoch.
+    """Logs ``hetpipe/...`` at every training step from an epoch's second on.
 
-    ``step_s`` is the median of the epoch's steps, optimizer included; ``images_per_s`` and
+    ``step_s`` is the median time from one step to the next, all included; ``images_per_s`` and
     ``predicted_step_s`` stand beside it. Each stage has ``stage<i>/busy`` (fraction of the step that its
-    devices compute) and ``stage<i>/peak_memory_bytes``.
+    devices compute) and ``stage<i>/peak_memory_bytes``, as of the latest epoch's last step.
 
     Args:
         tolerance: Warns once when measured and predicted step time differ by more than this fraction.
@@ -26,36 +27,39 @@ class PipelineStatsMonitor(Callback):
     def __init__(self, tolerance: float = 0.25) -> None:
         self.tolerance = tolerance
         self._warned = False
-        self._steps_s: list[float] = []
-        self._begin_s = 0.0
+        self._begins_s: list[float] = []
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._steps_s = []
+        self._begins_s = []
 
     @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._begin_s = time.monotonic()
+        self._begins_s.append(time.monotonic())
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._steps_s.append(time.monotonic() - self._begin_s)
+        plan: Plan | None = getattr(trainer.strategy, "plan", None)
+        if plan is None or len(self._begins_s) < 2:
+            return
+        figures = _figures(plan, getattr(trainer.strategy, "timeline", None), self._step_s())
+        pl_module.log_dict(figures, on_step=True, on_epoch=False, rank_zero_only=True)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         plan: Plan | None = getattr(trainer.strategy, "plan", None)
-        if plan is None or not self._steps_s:
+        if plan is None or plan.prediction is None or len(self._begins_s) < 2 or self._warned:
             return
-        step_s = statistics.median(self._steps_s)
-        figures = _figures(plan, getattr(trainer.strategy, "timeline", None), step_s)
-        pl_module.log_dict(figures, rank_zero_only=True)
-        predicted_s = figures.get("hetpipe/predicted_step_s", 0.0)
-        if trainer.is_global_zero and predicted_s and not self._warned:
-            self._warn_about(step_s, predicted_s)
+        if trainer.is_global_zero:
+            self._warn_about(self._step_s(), plan.prediction.step_s)
+
+    def _step_s(self) -> float:
+        # From start to start: rank 0 ends its own part of a step before the others end theirs.
+        return statistics.median(end_s - start_s for start_s, end_s in pairwise(self._begins_s))
 
     def _warn_about(self, step_s: float, predicted_s: float) -> None:
         difference = step_s / predicted_s - 1

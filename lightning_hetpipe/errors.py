@@ -46,3 +46,7 @@ class StepError(HetPipeError, RuntimeError):
 
 class RankFailedError(HetPipeError, RuntimeError):
     """Another rank failed or died; names the rank, its action and its micro-batch."""
+
+
+class MemoryLimitError(HetPipeError, MemoryError):
+    """A rank needs more memory than its device's emulated limit; names the rank, its action and the limit."""

@@ -23,7 +23,7 @@ FORMAT = 1
 Split = Literal["none", "channel", "batch"]
 SCHEDULES = ("gpipe", "1f1b")
 COLUMNS = (
-    "stage", "layers", "number", "device", "share", "split", "in flight",
+    "stage", "layers", "device", "share", "in flight",
     "forward", "backward", "busy", "memory", "enters",
 )  # fmt: skip
 
@@ -268,11 +268,9 @@ def _row(plan: Plan, index: int) -> tuple[str, ...]:
 
     return (
         str(index),
-        names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}",
-        str(len(names)),
+        names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})",
         ", ".join(f"{name} (rank {rank})" for name, rank in zip(stage.devices, ranks)),
-        "-" if stage.split == "none" else " ".join(f"{share:.0%}" for share in stage.shares),
-        stage.split,
+        "all" if stage.split == "none" else " ".join((stage.split, *map("{:.0%}".format, stage.shares))),
         str(plan.in_flight[index]),
         figure(prediction.forward_s, format_seconds),
         figure(prediction.backward_s, format_seconds),

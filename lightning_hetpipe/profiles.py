@@ -4,9 +4,10 @@ A profile carries the graph it was measured on, so that a plan can be made from 
 for machines one does not have.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -135,6 +136,19 @@ class Profile:
     def link(self, cluster: Cluster, source: str, target: str) -> Link:
         """The measured link, or the cluster's own figure where none was measured."""
         return self._links.get((source, target)) or cluster.link(source, target)
+
+    @cached_property
+    def content_hash(self) -> str:
+        """A short hash of everything in it; a plan carries it to name what it was made from."""
+        digest = hashlib.sha256()
+        for device in self.devices:
+            digest.update(repr((device.device, device.micro_batches, device.peak_bytes)).encode())
+            digest.update(repr((device.spread, device.optimizer_s_per_byte)).encode())
+            for table in (device.forward_s, device.backward_s):
+                digest.update(np.asarray(table, dtype=float).tobytes())
+        rest = replace(self, devices=(), environment=dict(self.environment))
+        digest.update(rest.to_json().encode())
+        return digest.hexdigest()[:16]
 
     def to_json(self) -> str:
         """A JSON text that `from_json` reads back to an equal profile."""

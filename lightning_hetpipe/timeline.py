@@ -78,7 +78,8 @@ class Timeline:
         columns_per_s = width / self.step_s if self.step_s else 0.0
         rows = [[" "] * width for _ in range(self.n_ranks)]
         # Transfers first: what the device computes meanwhile hides them.
-        for span in sorted(self.spans, key=lambda span: span.compute):
+        drawn = (span for span in self.spans if span.duration_s > 0)
+        for span in sorted(drawn, key=lambda span: span.compute):
             first = min(round((span.start_s - begin_s) * columns_per_s), width - 1)
             last = min(max(round((span.end_s - begin_s) * columns_per_s), first + 1), width)
             rows[span.rank][first:last] = _bar(span, last - first)

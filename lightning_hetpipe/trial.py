@@ -51,4 +51,5 @@ def train_on_random_samples(
         logger=False,
     )
     trainer.fit(_Classifier(network), DataLoader(samples, plan.batch_size))
+    assert strategy.timeline is not None
     return strategy.timeline

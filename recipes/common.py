@@ -1,32 +1,29 @@
 """What every recipe does around its model: choose devices, train, show and keep what happened."""
 
 import json
+import warnings
 from pathlib import Path
 
 import hydra
 import lightning as L
+import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
 import lightning_hetpipe as hp
-from lightning_hetpipe.report import measured_table, plan_table, save_gantt
+from lightning_hetpipe.report import measured_table, save_gantt, show
 from lightning_hetpipe.timeline import chrome_trace
-
-
-class ShowPlan(L.Callback):
-    """Prints the plan before the first step."""
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.is_global_zero:
-            Console().print(plan_table(trainer.strategy.plan))
 
 
 def train(config: DictConfig, module: L.LightningModule) -> dict[str, float]:
     """Trains ``module`` on ``config.cluster`` and returns the run's main numbers.
 
-    The run directory receives ``result.json``, ``plan.json``, ``timeline.json`` and ``gantt.png``.
+    The run directory receives ``result.json``, ``timeline.json`` and ``gantt.png``, next to the
+    ``plan.json`` and ``profile.json`` of the strategy.
     """
+    torch.set_num_threads(1)  # every emulated device has one; and no thread pool may exist before a fork
+    # Lightning 2.6 asks torch's pytree in the old way, and torch says so once per process.
+    warnings.filterwarnings("ignore", message=r".*LeafSpec", category=FutureWarning)
     L.seed_everything(config.seed, verbose=False)
     cluster = hp.Cluster.from_mapping(OmegaConf.to_container(config.cluster, resolve=True))
     run_dir = Path(HydraConfig.get().runtime.output_dir)
@@ -38,8 +35,9 @@ def train(config: DictConfig, module: L.LightningModule) -> dict[str, float]:
         accelerator="cpu",
         devices=len(cluster.devices),
         max_epochs=config.max_epochs,
-        callbacks=[ShowPlan(), hp.PipelineStatsMonitor()],
+        callbacks=[hp.PipelineStatsMonitor()],
         enable_progress_bar=config.progress_bar,
+        default_root_dir=run_dir,
         enable_checkpointing=False,
         enable_model_summary=False,
         logger=False,
@@ -51,8 +49,8 @@ def train(config: DictConfig, module: L.LightningModule) -> dict[str, float]:
 def keep(trainer: L.Trainer, run_dir: Path) -> dict[str, float]:
     """Prints predicted beside measured, writes the run's files, and returns its main numbers."""
     plan, measured = trainer.strategy.plan, trainer.strategy.timeline
-    predicted = hp.simulate(plan, trainer.strategy.profile)
-    Console().print(measured_table(plan, predicted, measured))
+    predicted = hp.simulate(plan, hp.Profile.load(run_dir / "profile.json"))
+    show(measured_table(plan, predicted, measured))
     figures = {
         "val_acc": float(trainer.callback_metrics["val_acc"]),
         "images_per_s": float(trainer.callback_metrics["hetpipe/images_per_s"]),
@@ -60,8 +58,6 @@ def keep(trainer: L.Trainer, run_dir: Path) -> dict[str, float]:
         "step_s_predicted": plan.prediction.step_s,
         "images_per_s_bound": plan.prediction.images_per_s_bound,
     }
-    run_dir.mkdir(parents=True, exist_ok=True)
-    plan.save(run_dir / "plan.json")
     (run_dir / "timeline.json").write_text(json.dumps(chrome_trace([predicted, measured])), encoding="utf-8")
     save_gantt([predicted, measured], run_dir / "gantt.png", [d.name for d in plan.cluster.devices])
     result = {
@@ -70,5 +66,5 @@ def keep(trainer: L.Trainer, run_dir: Path) -> dict[str, float]:
         "peak_memory_bytes": list(measured.peak_memory_bytes),
     }
     (run_dir / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    Console().print(f"validation accuracy {figures['val_acc']:.3f}; the run is in {run_dir}")
+    show(f"validation accuracy {figures['val_acc']:.3f}; the run is in {run_dir}")
     return figures

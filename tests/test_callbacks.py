@@ -26,17 +26,19 @@ class Module:
     def __init__(self):
         self.logged = {}
 
-    def log_dict(self, figures, rank_zero_only):
+    def log_dict(self, figures, *, on_step, on_epoch, rank_zero_only):
+        assert on_step
+        assert not on_epoch
         assert rank_zero_only
         self.logged |= figures
 
 
 def epoch(monitor, strategy, monkeypatch, step_s):
-    clock = iter([0.0, step_s, 10.0, 10.0 + step_s])
+    clock = iter([0.0, step_s, 2 * step_s])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     trainer, module = types.SimpleNamespace(strategy=strategy, is_global_zero=True), Module()
     monitor.on_train_epoch_start(trainer, module)
-    for index in range(2):
+    for index in range(3):
         monitor.on_train_batch_start(trainer, module, None, index)
         monitor.on_train_batch_end(trainer, module, None, None, index)
     monitor.on_train_epoch_end(trainer, module)

@@ -1,19 +1,40 @@
-import subprocess
+import json
 import sys
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from lightning_hetpipe.__main__ import main
+from lightning_hetpipe.plans import Plan
 
 
-def hetpipe(*words, cwd):
-    command = [sys.executable, "-m", "lightning_hetpipe", *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
+@pytest.fixture
+def hetpipe(tmp_path, monkeypatch, capsys):
+    """Runs one command in an empty folder; returns its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["hetpipe", *words])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code
+            if isinstance(code, str):
+                print(code, file=sys.stderr)
+        finally:
+            GlobalHydra.instance().clear()
+        return code, *capsys.readouterr()
+
+    return run
 
 
-def test_help_lists_commands_models_and_clusters_and_leaves_no_files(tmp_path):
-    done = hetpipe("--help", cwd=tmp_path)
-    assert done.returncode == 0
+def test_help_lists_commands_models_and_clusters_and_leaves_no_files(hetpipe, tmp_path):
+    code, shown, _ = hetpipe("--help")
+    assert not code
     for word in ("profile", "compare", "resnet18", "lab4", "hetpipe16", "micro_batch: auto"):
-        assert word in done.stdout
+        assert word in shown
     assert list(tmp_path.iterdir()) == []
 
 
@@ -27,13 +48,68 @@ def test_help_lists_commands_models_and_clusters_and_leaves_no_files(tmp_path):
         (("plan", "profile=none.json"), "profile none.json cannot be read"),
         (("simulate", "plan=none.json"), "plan none.json cannot be read"),
         (("plan", "cluster.devices.0.speed=2"), "a device can only be slowed down"),
-        (("plan", "cluster=mixed3"), "say profile=analytic"),
+        (("plan", "cluster=mixed3"), "profile=analytic"),
         (("profile", "model.module.num_classes=many"), "the model cannot be built"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_a_wrong_request_ends_with_one_clear_message_and_no_traceback(tmp_path, words, message):
-    done = hetpipe(*words, cwd=tmp_path)
-    assert done.returncode != 0
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_wrong_request_ends_with_one_clear_message_and_no_traceback(hetpipe, words, message):
+    code, _, errors = hetpipe(*words)
+    assert code
+    assert message in errors
+    assert "Traceback" not in errors
+
+
+@pytest.fixture
+def profile(hetpipe, tmp_path):
+    """A profile of VGG-11 on three GPUs, from their data sheets."""
+    words = ("model=vgg11", "cluster=mixed3", "profile=analytic", "out=profile.json")
+    code, _, errors = hetpipe("profile", *words)
+    assert code == 0, errors
+    return tmp_path / "profile.json"
+
+
+def test_a_plan_made_from_a_profile_file_is_a_plan_on_its_standard_output(hetpipe, profile):
+    code, shown, _ = hetpipe("plan", "cluster=mixed3", f"profile={profile}", "format=json")
+    assert code == 0
+    plan = Plan.from_json(shown)
+    assert plan.cluster.name == "mixed3"
+    assert plan.prediction.images_per_s > 0
+
+
+def test_plan_shows_its_stages_what_it_rejected_and_why(hetpipe, profile):
+    code, shown, _ = hetpipe("plan", "cluster=mixed3", f"profile={profile}")
+    assert code == 0
+    for word in ("mixed3: batch 64", "stage", "a100", "images/s", "why:"):
+        assert word in shown
+
+
+def test_simulate_draws_the_plan_it_is_given(hetpipe, profile):
+    assert hetpipe("plan", "cluster=mixed3", f"profile={profile}", "micro_batch=16", "out=plan.json")[0] == 0
+    code, shown, _ = hetpipe("simulate", "plan=plan.json", f"profile={profile}")
+    assert code == 0
+    assert "in 4 micro-batches of 16" in shown
+    assert "rank 0 |" in shown
+
+
+def test_compare_lists_every_baseline(hetpipe, profile):
+    code, shown, _ = hetpipe("compare", "cluster=mixed3", f"profile={profile}", "format=json")
+    assert code == 0
+    names = " ".join(row["name"] for row in json.loads(shown))
+    for word in ("single", "even", "data-parallel", "bound"):
+        assert word in names
+
+
+def test_a_sweep_ends_in_one_table(hetpipe, profile):
+    code, shown, _ = hetpipe("plan", "cluster=mixed3", f"profile={profile}", "micro_batch=8,16", "-m")
+    assert code == 0
+    table = shown[shown.rindex("Sweep") :]
+    assert "micro_batch=8" in table
+    assert "micro_batch=16" in table
+    assert "images_per_s" in table
+
+
+def test_a_profile_of_another_cluster_is_refused_by_name(hetpipe, profile):
+    code, _, errors = hetpipe("plan", "cluster=lab4", f"profile={profile}")
+    assert code == 2
+    assert "was not profiled; this profile has a100, v100, t4" in errors

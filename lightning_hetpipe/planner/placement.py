@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lightning_hetpipe.planner.chain import Array, Bools, Chain, Ints, Placement, fill_s, longest
+from lightning_hetpipe.planner.chain import Array, Chain, Placement, fill_s, longest
 from lightning_hetpipe.planner.cost import steps_ahead
+from lightning_hetpipe.planner.labels import Task, grow
 from lightning_hetpipe.planner.relax import price
 
-_BATCH = 48  # caps that are relaxed together
+_BATCH = 32  # caps that are relaxed together
 _PIECES = 6  # children of an interval
+_SEEDS = 8  # caps of the hasty searches
+_HASTY = 64  # labels per layer of a hasty search
 _ROUNDING = 1e-9
 
 
@@ -37,8 +40,8 @@ class Budget:
 
     labels: int = 20_000
     searches: int = 400
-    rounds: int = 8
-    slack: float = 0.05
+    rounds: int = 16
+    slack: float = 0.03
 
 
 @dataclass(frozen=True)
@@ -107,12 +110,14 @@ def place(
         No placements where nothing fits (or beats ``upper_s``).
     """
     search = _Search(chain, keep, budget or Budget(), upper_s)
-    _add_singles(search)
-    bound = np.inf
     caps = _caps(chain)
-    level = [
-        (low, high, np.zeros(len(chain.available))) for low, high in _split(caps, 0, len(caps) - 1, _BATCH)
-    ]
+    if not len(caps) or not _seed(search, caps):
+        return Placements((), np.inf)
+    bound = np.inf
+    if chain.n_micro_batches > 1:
+        caps = caps[: max(1, np.searchsorted(caps, search.upper_s / (chain.n_micro_batches - 1), "right"))]
+    no_prices = np.zeros(len(chain.available))
+    level = [(low, high, no_prices) for low, high in _split(caps, 0, len(caps) - 1, _BATCH)]
     while level:
         survivors: list[tuple[float, int, int, Array, Array]] = []
         for batch in (level[i : i + _BATCH] for i in range(0, len(level), _BATCH)):
@@ -126,9 +131,11 @@ def place(
                 continue
             whole = low == high or caps[high] <= caps[low] * (1 + tolerance)
             allowed = search.searches < search.budget.searches
+            labels = search.budget.labels
             if (whole or rank < 2) and allowed:
-                lower = max(lower, _grow(search, caps[high], caps[low], before, prices))
-            if whole or lower >= search.upper_s * (1 - tolerance) or not allowed:
+                search.searches += 1
+                lower = max(lower, _grow(search, caps[high], caps[low], before, prices, labels))
+            if whole or lower >= search.upper_s * (1 - tolerance):
                 bound = min(bound, lower)
             else:
                 level += [(a, b, prices) for a, b in _split(caps, low, high, _PIECES)]
@@ -137,14 +144,31 @@ def place(
     return Placements(tuple(ranked[:keep]), float(min(bound, best)))
 
 
-def _add_singles(search: _Search) -> None:
-    """The whole model on one device: the first cost to beat."""
+def _seed(search: _Search, caps: Array) -> bool:
+    """Costs to beat: one device alone, the cheapest placement under no cap, hasty searches under some.
+
+    False where nothing fits: what fits under a cap fits under a longer one.
+    """
     chain = search.chain
-    if chain.n_stages not in (None, 1):
-        return
     for choice in np.flatnonzero(np.isfinite(chain.last_s)):
-        if (chain.uses[choice] <= chain.available).all() and _fits(chain, (0,), (int(choice),), np.inf):
+        possible = chain.n_stages in (None, 1) and (chain.uses[choice] <= chain.available).all()
+        if possible and _fits(chain, (0,), (int(choice),), np.inf):
             search.add((0,), (int(choice),), np.inf)
+    some = np.unique(
+        np.searchsorted(caps, np.geomspace(max(caps[0], 1e-12), caps[-1], _SEEDS)).clip(0, len(caps) - 1)
+    )
+    chosen, no_prices = caps[some], np.zeros((len(some), len(chain.available)))
+    targets = search.upper_s - (chain.n_micro_batches - 1) * chosen
+    prices, relaxed = price(chain, chosen, no_prices, targets, search.budget.rounds // 2)
+    if not search.found:
+        before, most = relaxed.before_s[-1], search.budget.labels
+        if not np.isfinite(_grow(search, caps[-1], caps[0], before, prices[-1], most)):
+            return False
+    for row, cap in enumerate(chosen):
+        lower = relaxed.bound_s[row] + (chain.n_micro_batches - 1) * cap
+        if lower < search.upper_s:
+            _grow(search, cap, cap, relaxed.before_s[row], prices[row], _HASTY)
+    return True
 
 
 def _caps(chain: Chain) -> Array:
@@ -205,145 +229,14 @@ def _bounds(
             yield (batch[i][0], batch[i][1]), lower, prices[row], relaxed.before_s[row]
 
 
-@dataclass(frozen=True)
-class _Labels:
-    """Partial placements that begin at one layer; ``stop`` and ``parent`` lead to the stage after."""
-
-    choice: Ints
-    used: Ints  # [labels, pools]
-    k: Ints
-    cost_s: Array
-    stop: Ints
-    parent: Ints
-
-    def at(self, index: Ints) -> "_Labels":
-        return _Labels(
-            self.choice[index],
-            self.used[index],
-            self.k[index],
-            self.cost_s[index],
-            self.stop[index],
-            self.parent[index],
-        )
-
-
-def _grow(search: _Search, cap: float, low_cap: float, before: Array, prices: Array) -> float:
-    """Grows labels under one cap, collects placements, and returns a bound for caps in ``[low_cap, cap]``."""
-    chain, threshold = search.chain, search.threshold_s
-    search.searches += 1
-    n, pools = chain.n_layers, len(chain.available)
-    rest_s = (chain.n_micro_batches - 1) * low_cap
-    zero = np.zeros(1, dtype=np.int64)
-    end = _Labels(zero, np.zeros((1, pools), dtype=np.int64), zero, np.zeros(1), zero, zero - 1)
-    table: list[_Labels | None] = [None] * n + [end]
-    bound = threshold
-    for start in range(n - 1, -1, -1):
-        reach = (chain.seconds[:, start + 1 :] - chain.seconds[:, start, None] <= cap).any(axis=0)
-        stops = start + 1 + np.flatnonzero(reach)
-        after = [labels for stop in stops if (labels := table[stop]) is not None]
-        if not after:
-            continue
-        follower = _concatenate(after)
-        stop = np.repeat([s for s in stops if table[s] is not None], [len(labels.k) for labels in after])
-        parent = np.concatenate([np.arange(len(labels.k)) for labels in after])
-        grown = [
-            _extend(chain, follower, choice, start, stop, parent, cap) for choice in range(chain.n_choices)
-        ]
-        labels = _concatenate(grown)
-        left = chain.available[None, :] - labels.used
-        promise = labels.cost_s + before[labels.choice, start] - left @ prices + rest_s
-        alive = np.flatnonzero(promise < threshold)
-        labels, promise = labels.at(alive), promise[alive]
-        order = _undominated(labels, with_k=chain.memory is not None)
-        labels, promise = labels.at(order), promise[order]
-        if len(promise) > search.budget.labels:
-            order = np.argpartition(promise, search.budget.labels)
-            bound = min(bound, float(promise[order[search.budget.labels :]].min()))
-            labels = labels.at(order[: search.budget.labels])
-        table[start] = labels
-    whole = table[0]
-    if whole is None or not len(whole.cost_s):
-        return bound
-    if chain.n_stages is not None:
-        whole = whole.at(np.flatnonzero(whole.used[:, -1] == chain.n_stages))
-    for index in np.argsort(whole.cost_s, kind="stable")[: search.keep]:
-        search.add(*_trace(table, whole, int(index)), cap)
-    return min(bound, float(whole.cost_s.min(initial=np.inf)) + rest_s)
-
-
-def _extend(
-    chain: Chain, after: _Labels, choice: int, start: int, stop: Ints, parent: Ints, cap: float
-) -> _Labels:
-    """Puts a stage on ``choice``, from layer ``start``, before every label that it can reach.
-
-    Args:
-        chain: The problem.
-        after: Labels within reach.
-        choice: Who holds the new stage.
-        start: Its first layer.
-        stop: Where each label begins.
-        parent: The index of each label at its layer.
-        cap: The longest stage or link time.
-    """
-    n = chain.n_layers
-    seconds = chain.seconds[choice, stop] - chain.seconds[choice, start]
-    last = stop == n
-    seconds = np.where(last, seconds + chain.last_s[choice], seconds)
-    possible = (seconds <= cap) & (last | bool(chain.inner[choice]))
-    possible &= (after.used + chain.uses[choice] <= chain.available).all(axis=1)
-    possible &= chain.occupied_s[choice, after.choice, stop] <= cap
-    index = np.flatnonzero(possible)
-    stop, seconds, last = stop[index], seconds[index], last[index]
-    hop = chain.hop_s[choice, after.choice[index], stop]
-    k = _in_flight(chain, after.k[index], seconds + hop, cap, last)
-    if chain.memory is not None:
-        fits = np.flatnonzero(chain.memory.fits(np.asarray(choice), np.asarray(start), stop, k))
-        index, stop, seconds, hop, k = index[fits], stop[fits], seconds[fits], hop[fits], k[fits]
-    used = after.used[index] + chain.uses[choice]
-    cost = after.cost_s[index] + hop + seconds
-    return _Labels(np.full_like(index, choice), used, k, cost, stop, parent[index])
-
-
-def _in_flight(chain: Chain, after: Ints, seconds: Array, cap: float, last: Bools) -> Ints:
-    """Micro-batches that a stage holds when the stage after it holds ``after``."""
-    if chain.memory is None or chain.depth in ("all", "serial"):
-        return np.full_like(after, chain.first_k)
-    periods: Ints | int = 1
-    if chain.depth == "safe":
-        periods = np.maximum(np.ceil(seconds / cap - _ROUNDING).astype(np.int64), 1)
-    return np.where(last, chain.first_k, np.minimum(chain.n_micro_batches, after + periods))
-
-
-def _undominated(labels: _Labels, *, with_k: bool) -> Ints:
-    """The cheapest label of every state (holder, devices used, in flight)."""
-    state = np.column_stack([labels.choice, labels.used, labels.k if with_k else np.zeros_like(labels.k)])
-    order = np.lexsort([labels.cost_s, *state.T])
-    sorted_state = state[order]
-    first = np.ones(len(order), dtype=bool)
-    first[1:] = (sorted_state[1:] != sorted_state[:-1]).any(axis=1)
-    return order[first]
-
-
-def _concatenate(parts: list[_Labels]) -> _Labels:
-    if len(parts) == 1:
-        return parts[0]
-    names = ("choice", "used", "k", "cost_s", "stop", "parent")
-    return _Labels(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
-
-
-def _trace(
-    table: list[_Labels | None], labels: _Labels, index: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    starts, choices, start = [], [], 0
-    while True:
-        starts.append(start)
-        choices.append(int(labels.choice[index]))
-        start, index = int(labels.stop[index]), int(labels.parent[index])
-        following = table[start]
-        assert following is not None
-        if start == len(table) - 1:
-            return tuple(starts), tuple(choices)
-        labels = following
+def _grow(search: _Search, cap: float, low_cap: float, before: Array, prices: Array, most: int) -> float:
+    """Collects placements under a cap, and returns a bound on what caps in ``[low_cap, cap]`` can give."""
+    rest_s = (search.chain.n_micro_batches - 1) * low_cap
+    task = Task(cap, rest_s, before, prices, search.threshold_s, most, search.keep)
+    routes, bound = grow(search.chain, task)
+    for starts, choices in routes:
+        search.add(starts, choices, cap)
+    return bound
 
 
 def _fits(chain: Chain, starts: tuple[int, ...], choices: tuple[int, ...], period: float) -> bool:

@@ -68,7 +68,7 @@ class PlanCost:
         self._routes = {(route.source, route.target): route for route in plan.routes(self.graph)}
         self._names = [device.name for device in plan.cluster.devices]
         self._links: dict[tuple[int, int], Link] = {}
-        self._bytes: dict[tuple[int, int, Kind, int], float] = {}
+        self._transfers: dict[tuple[int, int, int, int, Kind, int], tuple[float, float]] = {}
 
     def seconds(self, action: Action) -> float:
         """Duration of a computation or reduction; the reader's own work counts in the last stage."""
@@ -136,23 +136,30 @@ class PlanCost:
         """Link time and latency of a send from one rank to another."""
         assert action.peer is not None
         assert action.micro_batch is not None
-        link = self.link(source, target)
-        overlap = self._overlap(action.stage, source, action.peer, target)
-        if overlap == 0:
-            return 0.0, 0.0
-        size = self.message_bytes(action.stage, action.peer, action.kind, self.slices[action.micro_batch])
-        return size * overlap / link.bandwidth_bytes_per_s, link.latency_s
+        key = (action.stage, action.peer, source, target, action.kind, self.slices[action.micro_batch])
+        found = self._transfers.get(key)
+        if found is None:
+            link = self.link(source, target)
+            overlap = self._overlap(action.stage, source, action.peer, target)
+            size = overlap * self.message_bytes(action.stage, action.peer, action.kind, key[-1])
+            latency = link.latency_s if overlap else 0.0
+            found = self._transfers[key] = (size / link.bandwidth_bytes_per_s, latency)
+        return found
 
     def message_bytes(self, source: int, target: int, kind: Kind, size: int) -> float:
         """Bytes of one message of ``size`` samples: forward values, or the gradients that return."""
-        key = (source, target, kind, size)
-        if key not in self._bytes:
-            if kind is Kind.SEND_F:
-                names = self._routes[source, target].values
-            else:
-                names = self._routes[target, source].gradients
-            self._bytes[key] = sum(self.graph.value(name).size_bytes(size) for name in names)
-        return self._bytes[key]
+        if kind is Kind.SEND_F:
+            names = self._routes[source, target].values
+        else:
+            names = self._routes[target, source].gradients
+        return sum(self.graph.value(name).size_bytes(size) for name in names)
+
+    def entering_bytes(self, size: int) -> tuple[int, ...]:
+        """Forward bytes that each stage receives for one micro-batch, from all its sources."""
+        entering = [0.0] * len(self.plan.stages)
+        for source, target in self._routes:
+            entering[target] += self.message_bytes(source, target, Kind.SEND_F, size)
+        return tuple(round(size_bytes) for size_bytes in entering)
 
     def link(self, source: int, target: int) -> Link:
         """The link between two ranks."""

@@ -23,11 +23,13 @@ class Pools:
         links: ``[from][to]``, between two devices of these pools (two different ones of the same pool).
         exact: False when pools with different links were put together; each pair then counts with its
             slowest link.
+        ordered: True when each pool is one device, and stages must follow their order.
     """
 
     names: tuple[tuple[str, ...], ...]
     links: tuple[tuple[Link, ...], ...]
     exact: bool
+    ordered: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -63,6 +65,12 @@ def make_pools(profile: Profile, cluster: Cluster, *, pinned_last: str | None = 
             break
     names = tuple(map(tuple, groups.values()))
     return Pools(names, _links(profile, cluster, names, exact=by_link), exact=by_link)
+
+
+def in_order(profile: Profile, cluster: Cluster, order: Sequence[str]) -> Pools:
+    """One pool per device, for stages in a given order."""
+    names = tuple((name,) for name in order)
+    return Pools(names, _links(profile, cluster, names, exact=True), exact=True, ordered=True)
 
 
 def _links(
@@ -114,12 +122,19 @@ def make_chain(
     firsts = [names[0] for names in pools.names]
     seconds = np.stack([sum(costs.seconds(name), np.zeros(n_layers + 1)) for name in firsts])
     hop, occupied = _transfers(costs, pools)
+    last = np.array([pinned_last in (None, *names) for names in pools.names])
+    inner = np.array([pinned_last not in names for names in pools.names])
+    if pools.ordered:
+        n_stages = len(firsts)
+        last = np.arange(n_stages) == n_stages - 1
+        inner = ~last
+        follows = np.arange(n_stages)[:, None] + 1 == np.arange(n_stages)[None, :]
+        occupied[:, :, 1:-1] = np.where(follows[:, :, None], occupied[:, :, 1:-1], np.inf)
     uses, available = np.eye(len(firsts), dtype=np.int64), np.array(pools.sizes, dtype=np.int64)
     if n_stages is not None:
         uses = np.column_stack([uses, np.ones(len(firsts), dtype=np.int64)])
         available = np.append(available, n_stages)
     step_s = profile.step_forward_s + profile.step_backward_s
-    pinned = np.array([pinned_last in names for names in pools.names])
     m = -(-batch_size // costs.micro_batch)
     return Chain(
         seconds=seconds,
@@ -128,8 +143,8 @@ def make_chain(
         uses=uses,
         available=available,
         n_micro_batches=m,
-        last_s=np.where(pinned | (pinned_last is None), step_s, np.inf),
-        inner=~pinned,
+        last_s=np.where(last, step_s, np.inf),
+        inner=inner,
         memory=_memory(costs, cluster, firsts, batch_size, m),
         n_stages=n_stages,
         depth=depth,

@@ -56,13 +56,13 @@ def relax(chain: Chain, caps: Array, prices: Array) -> Relaxed:
             seconds = np.where(chain.allowed[:, low:stop, stop], seconds, np.inf)
         total = np.where(seconds <= cap, before[:, :, low:stop] + seconds, np.inf)
         start = total.argmin(axis=2)
-        done = np.take_along_axis(total, start[:, :, None], axis=2)[:, :, 0] + fee
+        done = total[row, column, start] + fee
         used = taken[row, column, low + start] + chain.uses[None]
         if stop < n_layers:
             hop = np.where(chain.occupied_s[None, :, :, stop] <= cap, chain.hop_s[:, :, stop], np.inf)
             through = np.where(chain.inner[None, :], done, np.inf)[:, :, None] + hop
             source = through.argmin(axis=1)
-            before[:, :, stop] = np.take_along_axis(through, source[:, None], axis=1)[:, 0]
+            before[:, :, stop] = through[row, source, column]
             taken[:, :, stop] = used[row, source]
     best = done.argmin(axis=1)
     rows = np.arange(n)
@@ -84,23 +84,29 @@ def price(chain: Chain, caps: Array, prices: Array, targets: Array, rounds: int)
         The best prices found and their solution.
     """
     best_prices, best = prices, relax(chain, caps, prices)
-    found, stretch = best, np.full(len(caps), 1.0)
+    found, stretch, direction = best, np.full(len(caps), 1.0), np.zeros_like(prices)
     for _ in range(rounds):
         reachable = np.isfinite(found.bound_s)
         excess = np.where(reachable[:, None], found.used - chain.available, 0.0)
         slope = np.where((prices <= 0) & (excess < 0), 0.0, excess)
-        norm = (slope**2).sum(axis=1)
-        if not norm.any():
+        if not slope.any():
             break
+        # A step that turns back on the last one is bent away from it (Camerini, Fratta, Maffioli 1975).
+        turn = -1.5 * (slope * direction).sum(axis=1) / np.maximum((direction**2).sum(axis=1), 1e-300)
+        direction = (
+            np.where((slope != 0).any(axis=1)[:, None], slope, 0.0)
+            + np.maximum(turn, 0.0)[:, None] * direction
+        )
+        norm = (direction**2).sum(axis=1)
         bound = np.where(reachable, found.bound_s, 0.0)
         gap = np.maximum(np.where(np.isfinite(targets), targets, bound * 1.1) - bound, 0.0)
         step = np.divide(stretch * gap, norm, out=np.zeros_like(norm), where=norm > 0)
         if not step.any():
             break
-        prices = np.maximum(prices + step[:, None] * slope, 0.0)
+        prices = np.maximum(prices + step[:, None] * direction, 0.0)
         found = relax(chain, caps, prices)
         better = found.bound_s > best.bound_s
-        stretch = np.where(better, stretch, stretch * 0.7)
+        stretch = np.where(better, stretch, stretch * 0.85)
         best_prices = np.where(better[:, None], prices, best_prices)
         best = Relaxed(
             np.where(better[:, None, None], found.before_s, best.before_s),

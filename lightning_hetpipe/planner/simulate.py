@@ -6,20 +6,24 @@ message at a time, in the order of sending, and adds its latency:
     starts = max(sent, link free)    link free = starts + bytes / bandwidth    usable = link free + latency
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_hetpipe.errors import ScheduleError
+from lightning_hetpipe.graph import READER
 from lightning_hetpipe.planner.cost import ADAM
 from lightning_hetpipe.planner.plan_cost import PlanCost, schedule_of
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import Profile
-from lightning_hetpipe.schedule import Action, Schedule
+from lightning_hetpipe.schedule import Action, Kind, Schedule
 from lightning_hetpipe.timeline import Span, Timeline
 
 # (action, sending rank, receiving rank) -> seconds that the link is occupied, seconds of latency
 Transfer = Callable[[Action, int, int], tuple[float, float]]
+# (receiving rank, sending stage, receiving stage, forward, micro-batch)
+Message = tuple[int, int, int, bool, int | None]
+_COMPUTES = (Kind.F, Kind.B)
 
 
 def simulate_schedule(schedule: Schedule, seconds: Callable[[Action], float], transfer: Transfer) -> Timeline:
@@ -72,64 +76,64 @@ def _run(
     transfer: Transfer,
     spans: list[Span] | None,
 ) -> float:
+    ranks_of = {stage: schedule.ranks(stage) for stage in range(READER, schedule.n_stages)}
     clocks = [0.0] * schedule.n_ranks
     positions = [0] * schedule.n_ranks
-    free: dict[tuple[int, int], float] = defaultdict(float)  # when each link is next idle
-    usable: dict[tuple[int, Action], float] = {}  # (rank, receive) -> when its message is complete
-    arrived: dict[tuple[int, Action], int] = defaultdict(int)
-    asleep: dict[tuple[int, Action], int] = {}  # what each waiting rank waits for
-    ready: dict[Action, list[int]] = defaultdict(list)  # members that reached a shared action
+    free: dict[tuple[int, int], float] = {}  # when each link is next idle
+    usable: dict[Message, float] = {}  # when a message is complete
+    missing: dict[Message, int] = {}  # senders of a group that have not sent yet
+    asleep: dict[Message, int] = {}  # which rank waits for a message
+    ready: dict[Action, list[int]] = {}  # members that reached a shared action
     awake = deque(range(schedule.n_ranks))
-    shared = {stage for stage, ranks in enumerate(schedule.ranks_of_stage) if len(ranks) > 1}
 
     while awake:
         rank = awake.popleft()
-        row, clock = schedule.actions[rank], clocks[rank]
-        position = positions[rank]
+        row, clock, position = schedule.actions[rank], clocks[rank], positions[rank]
         while position < len(row):
             action = row[position]
-            kind = action.kind
-            if kind.is_send:
-                receive = action.counterpart
-                n_senders = len(schedule.ranks(action.stage))
-                for peer in schedule.ranks(receive.stage):
+            stage, kind, m, other = action.stage, action.kind, action.micro_batch, action.peer
+            start = clock
+            if kind in _COMPUTES and len(ranks_of[stage]) == 1:
+                clock += seconds(action)
+            elif kind is Kind.SEND_F or kind is Kind.SEND_B:
+                assert other is not None
+                for peer in ranks_of[other]:
+                    message = (peer, stage, other, kind is Kind.SEND_F, m)
                     done = clock
                     if peer != rank:
                         occupied, latency = transfer(action, rank, peer)
-                        free[rank, peer] = max(clock, free[rank, peer]) + occupied
-                        done = free[rank, peer] + latency
-                    key = (peer, receive)
-                    usable[key] = max(usable.get(key, 0.0), done)
-                    arrived[key] += 1
-                    if arrived[key] == n_senders and key in asleep:
-                        awake.append(asleep.pop(key))
-            elif kind.is_receive:
-                key = (rank, action)
-                if arrived[key] < len(schedule.ranks(action.counterpart.stage)):
-                    asleep[key] = rank
+                        free[rank, peer] = done = max(clock, free.get((rank, peer), 0.0)) + occupied
+                        done += latency
+                    usable[message] = max(usable.get(message, 0.0), done)
+                    missing[message] = missing.get(message, len(ranks_of[stage])) - 1
+                    if not missing[message] and message in asleep:
+                        awake.append(asleep.pop(message))
+                position += 1
+                continue
+            elif kind is Kind.RECV_F or kind is Kind.RECV_B:
+                assert other is not None
+                message = (rank, other, stage, kind is Kind.RECV_F, m)
+                if missing.get(message, 1):
+                    asleep[message] = rank
                     break
-                start, clock = clock, max(clock, usable[key])
-                if spans is not None:
-                    spans.append(Span(rank, str(action), start, clock, compute=False))
-            elif action.stage in shared:
-                ready[action].append(rank)
-                clocks[rank] = clock
-                members = schedule.ranks(action.stage)
-                if len(ready[action]) < len(members):
+                clock = max(clock, usable[message])
+            else:
+                members, clocks[rank] = ranks_of[stage], clock
+                here = ready.setdefault(action, [])
+                here.append(rank)
+                if len(here) < len(members):
                     break
                 start = max(clocks[member] for member in members)
                 clock = start + seconds(action)
                 for member in members:
-                    clocks[member] = clock
-                    if spans is not None:
-                        spans.append(Span(member, str(action), start, clock, kind.is_compute))
                     if member != rank:
+                        clocks[member] = clock
                         positions[member] += 1
                         awake.append(member)
-            else:
-                start, clock = clock, clock + seconds(action)
-                if spans is not None:
-                    spans.append(Span(rank, str(action), start, clock, kind.is_compute))
+                        if spans is not None:
+                            spans.append(Span(member, str(action), start, clock, kind.is_compute))
+            if spans is not None:
+                spans.append(Span(rank, str(action), start, clock, kind.is_compute))
             position += 1
         clocks[rank], positions[rank] = clock, position
 

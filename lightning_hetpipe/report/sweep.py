@@ -5,8 +5,9 @@ from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from rich.table import Table
+
+from lightning_hetpipe.report.table import show
 
 
 def sweep_table(results: Sequence[tuple[str, Mapping[str, float]]]) -> Table:
@@ -35,4 +36,4 @@ class SweepTable(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Prints the table."""
-        Console().print(sweep_table(self.results))
+        show(sweep_table(self.results))

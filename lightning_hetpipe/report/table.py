@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from lightning_hetpipe.plans import COLUMNS, Alternative, Plan
@@ -9,6 +11,17 @@ from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.text import format_seconds
 from lightning_hetpipe.timeline import Timeline
 from lightning_hetpipe.units import format_bytes
+
+_WIDTH = 140  # of what does not go to a terminal
+
+
+def show(*parts: RenderableType) -> None:
+    """Prints tables and text below each other, as wide as the terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, _WIDTH))
+    for part in parts:
+        console.print(part, highlight=False, markup=False)
 
 
 def plan_table(plan: Plan) -> Table:
@@ -76,19 +89,17 @@ def profile_table(profile: Profile, micro_batch: int | None = None) -> Table:
             layer.name,
             layer.operation,
             format_bytes(layer.parameter_bytes) if layer.parameter_bytes else "-",
-            *(
-                f"{format_seconds(forward[i])} + {format_seconds(backward[i])}"
-                for forward, backward in tables
-            ),
+            *(format_seconds(forward[i] + backward[i]) for forward, backward in tables),
         )
         for i, layer in enumerate(profile.graph.layers)
     ]
     totals = (
         f"{format_seconds(sum(forward))} + {format_seconds(sum(backward))}" for forward, backward in tables
     )
-    rows.append(("all", "", format_bytes(sum(x.parameter_bytes for x in profile.graph.layers)), *totals))
+    weights = format_bytes(sum(layer.parameter_bytes for layer in profile.graph.layers))
+    rows.append(("all, forward + backward", "", weights, *totals))
     return _table(
-        f"{profile.origin} profile, micro-batch of {size}: forward + backward",
+        f"{profile.origin} profile, micro-batch of {size}",
         ("layer", "operation", "weights", *(device.device for device in profile.devices)),
         rows,
     )
@@ -99,7 +110,9 @@ def _difference(predicted: float, measured: float) -> str:
 
 
 def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Table:
-    table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
+    table = Table(
+        title=title, caption=caption or None, title_justify="left", caption_justify="left", box=SIMPLE_HEAD
+    )
     for name in header:
         table.add_column(name, overflow="fold")
     for row in rows:

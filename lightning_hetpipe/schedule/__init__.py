@@ -76,6 +76,7 @@ def generate(
     ahead = n_micro_batches
     if not training:
         orders = forward_only(n_stages, n_micro_batches)
+        ahead = min(2 * n_stages, n_micro_batches)  # outputs on their way stay bounded
     elif name == "gpipe":
         orders = gpipe(n_stages, n_micro_batches)
     else:

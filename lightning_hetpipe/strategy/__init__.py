@@ -1,1 +1,1 @@
-"""The boundary with Lightning."""
+"""The Lightning strategy."""

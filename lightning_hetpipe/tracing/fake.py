@@ -95,6 +95,7 @@ class State:
         self.parameters = {name: TensorSpec.of(tensor) for name, tensor in root.named_parameters()}
         self.buffers = {name: TensorSpec.of(tensor) for name, tensor in root.named_buffers()}
         self.trainable = frozenset(name for name, spec in self.parameters.items() if spec.requires_grad)
+        _start_autograd()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._fakes: tuple[object, dict[str, Tensor]] = (None, {})
 
@@ -116,6 +117,16 @@ class State:
             }
         self._fakes = (key, {**parameters, **buffers})
         return self._fakes[1]
+
+
+def _start_autograd() -> None:
+    """Lets autograd choose its threads before a fake mode pretends that there is an accelerator.
+
+    It chooses once, at the first backward, one thread per device it sees; with any, forked ranks
+    cannot compute gradients.
+    """
+    with torch.enable_grad(), torch.inference_mode(False):
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

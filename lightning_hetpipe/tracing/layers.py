@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from lightning_hetpipe.graph import READER, Layer, Value
 from lightning_hetpipe.tracing.analysis import Chain, is_carried
 from lightning_hetpipe.tracing.fake import Root
+from lightning_hetpipe.tracing.remedies import relative
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,6 @@ class Names:
                 elif target in self.buffers:
                     buffers[relative(self.buffers[target])] = None
         return Use(tuple(parameters), tuple(buffers))
-
-
-def relative(path: str) -> str:
-    """A path below the root as the pipelined module's user writes it."""
-    return path.removeprefix("module").removeprefix(".")
 
 
 def cuts(chain: Chain) -> list[int]:

@@ -16,7 +16,8 @@ from torch.fx.node import map_aggregate
 
 from lightning_hetpipe.errors import GraphError
 from lightning_hetpipe.tracing.fake import Root, TrainingFlag
-from lightning_hetpipe.tracing.tracer import Trace, remedy
+from lightning_hetpipe.tracing.remedies import remedy
+from lightning_hetpipe.tracing.tracer import Trace
 
 
 def join(root: Root, training: Trace, evaluation: Trace) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from lightning_hetpipe.errors import GraphError
-from lightning_hetpipe.graph import READER, LayerGraph
+from lightning_hetpipe.graph import LayerGraph
 from lightning_hetpipe.tracing.analysis import Chain, analyse, is_carried, is_size
 from lightning_hetpipe.tracing.binding import Binding, make_binding
 from lightning_hetpipe.tracing.fake import Root, State, run_fake
@@ -21,10 +21,10 @@ from lightning_hetpipe.tracing.layers import (
     group,
     make_layers,
     make_values,
-    relative,
     tied_layers,
 )
 from lightning_hetpipe.tracing.modes import join, resolve_training_flags
+from lightning_hetpipe.tracing.remedies import relative
 from lightning_hetpipe.tracing.spec import TensorSpec
 from lightning_hetpipe.tracing.stage import Leaf, Returns, StageModule, build_graph, pack_size
 from lightning_hetpipe.tracing.tracer import follow
@@ -341,6 +341,3 @@ def _leaf(chain: Chain, leaf: Any) -> Leaf:
             "return tensors computed from the inputs, sizes and constants only"
         )
     return Leaf(node.meta["name"], value if is_size(value) else None, is_size(value))
-
-
-__all__ = ["READER", "Traced", "batch_size", "resized", "trace"]

@@ -6,11 +6,8 @@ guard, and inputs that would decide otherwise are refused later.
 """
 
 import operator
-import os
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,14 +21,16 @@ from lightning_hetpipe.tracing.binding import Binding
 from lightning_hetpipe.tracing.fake import (
     Root,
     State,
-    TrainingFlag,
     arguments,
     attribute,
     evaluate,
     keeps_shape,
     undisturbed,
 )
+from lightning_hetpipe.tracing.proxies import Proxy
+from lightning_hetpipe.tracing.remedies import relative, remedy, where
 from lightning_hetpipe.tracing.spec import TensorSpec
+from lightning_hetpipe.tracing.surroundings import attributes_kept, patched, training_flags
 
 # torch's own modules that are followed, so that their attention and their MLP become layers.
 _OPEN = (
@@ -42,12 +41,7 @@ _OPEN = (
     nn.TransformerEncoder,
     nn.TransformerEncoderLayer,
 )
-# Functions that make tensors from sizes; torch.fx does not see them by itself.
-_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "zeros")
-# Without a node of their own their numbers would be drawn once, at trace time.
-_RANDOM = ("normal", "rand", "randint", "randn", "randperm")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OWN_FILES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 
 class Trace:
@@ -88,11 +82,11 @@ def follow(
         **dict(root.named_parameters(remove_duplicate=False)),
         **dict(root.named_buffers(remove_duplicate=False)),
     }
-    tracer = _Tracer(state, binding, specs, device, leaves, real_state)
+    tracer = LayerTracer(state, binding, specs, device, leaves, real_state)
     with undisturbed(), ExitStack() as stack:
-        stack.enter_context(_attributes_kept(root.module, tracer))
-        stack.enter_context(_training_flags(root, tracer, training))
-        stack.enter_context(_patched(tracer))
+        stack.enter_context(attributes_kept(root.module, tracer))
+        stack.enter_context(training_flags(root, tracer, training))
+        stack.enter_context(patched(tracer))
         with state.mode:
             fakes = state.fakes(device, state.trainable)
         try:
@@ -104,97 +98,7 @@ def follow(
     return Trace(graph, tracer.result, tracer.structure)
 
 
-class _Proxy(fx.Proxy):
-    """A value of the traced forward; what Python needs to know at once is answered and guarded."""
-
-    tracer: "_Tracer"
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = _Attribute(self, name)
-        if not callable(getattr(self.node.meta["value"], name, None)):
-            _ = attribute.node  # read now: it may be another value later, and a size is cheaper to keep
-        return attribute
-
-    def __len__(self) -> int:
-        return int(self.tracer.decide(self.tracer.create_proxy("call_function", len, (self,), {})))
-
-    def __index__(self) -> int:
-        return int(self.tracer.decide(self))
-
-    __int__ = __index__
-
-    def __float__(self) -> float:
-        return float(self.tracer.decide(self))
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
-
-
-def _define_inplace(name: str) -> None:
-    # Without these, Python falls back to ``x = x + y``, and other names of x would not see the change.
-    target = getattr(operator, name)
-
-    def call(self: _Proxy, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", target, (self, other), {})
-
-    setattr(_Proxy, f"__{name}__", call)
-
-
-for _name in (
-    "iadd",
-    "isub",
-    "imul",
-    "itruediv",
-    "ifloordiv",
-    "imod",
-    "ipow",
-    "iand",
-    "ior",
-    "ixor",
-    "imatmul",
-):
-    _define_inplace(_name)
-
-
-class _Attribute(_Proxy):
-    """``proxy.name``, which is a method call if it is called and a value otherwise."""
-
-    def __init__(self, owner: fx.Proxy, name: str) -> None:
-        self._owner = owner
-        self._name = name
-        self._node: fx.Node | None = None
-        self.tracer = owner.tracer  # type: ignore[assignment]
-
-    @property
-    def node(self) -> fx.Node:  # type: ignore[override]
-        if self._node is None:
-            made = self.tracer.create_proxy("call_function", getattr, (self._owner, self._name), {})
-            self._node = made.node
-        return self._node
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.tracer.create_proxy("call_method", self._name, (self._owner, *args), kwargs)
-
-
-class _CustomFunction:
-    """Calls an `torch.autograd.Function` as one operation, so that its backward stays its own."""
-
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
-        self.function = function
-        self.__name__ = self.__qualname__ = function.__name__
-        self.__module__ = function.__module__
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function.apply(*args)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _CustomFunction) and other.function is self.function
-
-    def __hash__(self) -> int:
-        return hash(self.function)
-
-
-class _Tracer(fx.Tracer):
+class LayerTracer(fx.Tracer):
     def __init__(
         self, state: State, binding: Binding, inputs: Mapping[str, TensorSpec], device: torch.device,
         leaves: Collection[nn.Module], real_state: Mapping[str, Tensor],
@@ -235,7 +139,7 @@ class _Tracer(fx.Tracer):
         return super().is_leaf_module(m, module_qualified_name)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
+        return Proxy(node, self)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.evaluating:
@@ -253,8 +157,8 @@ class _Tracer(fx.Tracer):
         node = super().create_node(kind, target, *rest, **named)
         if kind == "output":
             return node
-        scope = _relative(self.scope.module_path)
-        node.meta |= {"scope": scope, "grad": torch.is_grad_enabled(), "where": _where(), "training": None}
+        scope = relative(self.scope.module_path)
+        node.meta |= {"scope": scope, "grad": torch.is_grad_enabled(), "where": where(), "training": None}
         node.meta["name"] = self._name(node, scope)
         self.last = node
         if _precision(self.device) != self.precision:
@@ -267,7 +171,7 @@ class _Tracer(fx.Tracer):
 
     def _name(self, node: fx.Node, scope: str) -> str:
         if node.op in ("call_module", "get_attr"):
-            base = _relative(str(node.target))
+            base = relative(str(node.target))
         elif node.op == "placeholder":
             base = str(node.target)
         else:
@@ -313,8 +217,8 @@ class _Tracer(fx.Tracer):
         if not keeps_shape(module, state, args, kwargs):
             raise GraphError(
                 f"{node.meta['name']} ({node.meta['where']}) looks at its data ({error}), so its output is "
-                "known only if it is one tensor of its input's shape and dtype, which it is not: keep a larger "
-                "module whole, or write it without looking"
+                "known only if it is one tensor of its input's shape and dtype, which it is not: keep "
+                "a larger module whole, or write it without looking"
             )
         node.meta["keeps_shape"] = True
 
@@ -332,12 +236,12 @@ class _Tracer(fx.Tracer):
         value = node.meta["value"]
         if isinstance(value, Tensor):
             raise GraphError(
-                f"{_where()}: the forward's path depends on the content of a tensor "
+                f"{where()}: the forward's path depends on the content of a tensor "
                 f"({node.meta['name']}), which stages on other devices do not have; write it with "
-                f"torch.where if possible. {remedy(_relative(self.scope.module_path))}"
+                f"torch.where if possible. {remedy(relative(self.scope.module_path))}"
             )
         node.meta["guard"] = value
-        node.meta["where"] = _where()
+        node.meta["where"] = where()
         return value
 
     def to_bool(self, obj: fx.Proxy) -> bool:
@@ -366,116 +270,6 @@ class _Values(Mapping[fx.Node, Any]):
         return 0
 
 
-@contextmanager
-def _training_flags(root: Root, tracer: _Tracer, training: bool) -> Iterator[None]:
-    """Lets ``self.training`` be recognised where it is passed on as an argument."""
-    before = {module: module.training for module in root.module.modules()}
-    paths = {module: name for name, module in root.named_modules()}
-    try:
-        for module in before:
-            leaf = tracer.is_leaf_module(module, paths[module])
-            module.__dict__["training"] = training if leaf else TrainingFlag(training, paths[module])
-        yield
-    finally:
-        for module, flag in before.items():
-            module.__dict__["training"] = flag
-
-
-@contextmanager
-def _attributes_kept(module: nn.Module, tracer: _Tracer) -> Iterator[None]:
-    """Refuses a forward that stores intermediate values on its module, and takes them off again."""
-    before = {child: dict(child.__dict__) for child in module.modules()}
-    names = {child: name for name, child in module.named_modules()}
-    try:
-        yield
-    finally:
-        stored = [
-            (child, key)
-            for child, attributes in before.items()
-            for key, value in child.__dict__.items()
-            if _holds_proxy(value) and not _holds_proxy(attributes.get(key))
-        ]
-        for child, key in stored:
-            child.__dict__.pop(key)
-            if key in before[child]:
-                child.__dict__[key] = before[child][key]
-    if stored:
-        child, key = stored[0]
-        path = ".".join(filter(None, (names[child], key)))
-        raise GraphError(
-            f"the forward stores a tensor on the module as {path!r}, which would be lost on the device "
-            f"that runs it: return it instead. {remedy(names[child])}"
-        )
-
-
-@contextmanager
-def _patched(tracer: _Tracer) -> Iterator[None]:
-    """Shows the tracer what torch.fx does not see: factories, random draws, custom functions."""
-
-    def seen(original: Callable[..., Any], always: bool) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not tracer.evaluating and (always or _holds_proxy((args, kwargs))):
-                return tracer.create_proxy("call_function", original, args, kwargs)
-            return original(*args, **kwargs)
-
-        return call
-
-    original_apply = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        if not tracer.evaluating and _holds_proxy(args):
-            return tracer.create_proxy("call_function", _CustomFunction(cls), args, kwargs)
-        return original_apply.__get__(None, cls)(*args, **kwargs)
-
-    def causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-        return bool(is_causal)  # a hint only; looking into the mask is not possible here
-
-    with ExitStack() as stack:
-        for name in (*_FACTORIES, *_RANDOM):
-            stack.enter_context(_replaced(torch, name, seen(getattr(torch, name), name in _RANDOM)))
-        for name in ("_canonical_mask", "_none_or_dtype"):  # they ask for the type of a tensor
-            function = getattr(nn.functional, name)
-            stack.enter_context(_replaced(nn.functional, name, seen(function, False)))
-        stack.enter_context(_replaced(torch.autograd.Function, "apply", classmethod(apply)))
-        stack.enter_context(_replaced(nn.modules.transformer, "_detect_is_causal_mask", causal))
-        yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    original = owner.__dict__[name]
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-def remedy(scope: str) -> str:
-    """What to do about a module whose forward cannot be followed."""
-    if not scope:
-        return (
-            "That line is in the pipelined module's own forward: move it out of there, or pipeline a "
-            "submodule that does not contain it (module='...')"
-        )
-    return (
-        f"Keep the module that holds this line whole with blocks={scope!r} (of an nn.Sequential or "
-        "nn.ModuleList, each item stays whole), or pipeline a submodule without it (module='...')"
-    )
-
-
-def _relative(path: str) -> str:
-    return path.removeprefix("module").removeprefix(".")
-
-
-def _holds_proxy(value: Any) -> bool:
-    if isinstance(value, fx.Proxy):
-        return True
-    if isinstance(value, (list, tuple)):
-        return any(map(_holds_proxy, value))
-    return isinstance(value, dict) and any(map(_holds_proxy, value.values()))
-
-
 def _operation(target: Any) -> str:
     return str(getattr(target, "__name__", type(target).__name__))
 
@@ -485,19 +279,9 @@ def _precision(device: torch.device) -> tuple[object, ...]:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
-def _where(trace: TracebackType | None = None) -> str:
-    """File and line of the innermost user code: of an error, or of the call that is going on."""
-    frames = traceback.walk_stack(None) if trace is None else reversed(list(traceback.walk_tb(trace)))
-    for frame, line in frames:
-        file = frame.f_code.co_filename
-        if not file.startswith((*_OWN_FILES, "<")) and not file.endswith("contextlib.py"):
-            return f"{file}:{line}"
-    return "torch"
-
-
-def _explain(module: nn.Module, tracer: _Tracer, error: Exception) -> str:
-    where = _where(error.__traceback__)
+def _explain(module: nn.Module, tracer: LayerTracer, error: Exception) -> str:
+    place = where(error.__traceback__)
     after = f" after {tracer.last.meta['name']!r}" if tracer.last is not None else ""
-    return f"{type(module).__name__} cannot be followed at {where}{after}: {error}. " + remedy(
-        _relative(tracer.failed)
+    return f"{type(module).__name__} cannot be followed at {place}{after}: {error}. " + remedy(
+        relative(tracer.failed)
     )

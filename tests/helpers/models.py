@@ -126,14 +126,15 @@ def sentences(n: int, classes: int) -> tuple[Tensor, Tensor]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]]]] = {
-    "resnet18": (narrow_resnet, lambda n: images(n, 32)),
+    # 64 pixels leave four per channel at the end: two samples of one pixel make batch norm ill-conditioned.
+    "resnet18": (narrow_resnet, lambda n: images(n, 64)),
     "vgg11_bn": (narrow_vgg, lambda n: images(n, 32)),
     "skips": (DenseSkips, lambda n: images(n, 6)),
     "encoder": (Encoder, lambda n: sentences(n, CLASSES)),
     "tied": (Tied, lambda n: sentences(n, WORDS)),
 }
 FULL_SIZE: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]]]] = {
-    "resnet18": (lambda: resnet18(num_classes=CLASSES), lambda n: images(n, 32)),
+    "resnet18": (lambda: resnet18(num_classes=CLASSES), lambda n: images(n, 64)),
     "vgg11_bn": (
         lambda: vgg.VGG(vgg.make_layers(vgg.cfgs["A"], batch_norm=True), CLASSES, dropout=0.0),
         lambda n: images(n, 32),

@@ -25,6 +25,8 @@ torch.ones(1, requires_grad=True).sum().backward()
 def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """Calls ``fn(rank, *args)`` on ``n`` forked processes that share a gloo process group.
 
+    A rank ends as soon as its function does: where others may still hear from it, end with a barrier.
+
     Returns:
         What each rank returned, by rank.
 
@@ -100,8 +102,6 @@ def _child(
             )
         outcome: tuple[float | None, Any] = (None, fn(rank, *args))
         payload = pickle.dumps(outcome)
-        if n > 1:
-            dist.barrier()
     except BaseException as error:
         code = 1
         error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")

@@ -73,12 +73,13 @@ def assert_parity(
     *,
     partitions: Sequence[Sequence[int]] = (),
     modes: Sequence[bool] = (True, False),
+    everywhere: bool = True,
     blocks: str | None = None,
     prepare: Callable[[nn.Module], object] = lambda module: None,
 ) -> Traced:
     """Checks outputs, gradients and buffers of staged runs against the module run whole.
 
-    Cuts everywhere at once first, then at each of the given partitions (fractions of the layers).
+    Cuts everywhere at once, and at each of the given partitions (fractions of the layers).
     """
     torch.manual_seed(0)
     module = make().double()
@@ -93,10 +94,9 @@ def assert_parity(
     assert all(child.training is True for child in module.modules())
     assert attributes == [set(child.__dict__) for child in module.modules()]
     n_layers = len(traced.graph)
-    everywhere = list(range(n_layers))
     chosen = [sorted({0, *(int(at * n_layers) for at in partition)}) for partition in partitions]
     for training in modes:
-        for starts in [everywhere, *chosen]:
+        for starts in [*([list(range(n_layers))] if everywhere else []), *chosen]:
             _compare(module, traced, before, starts, args, kwargs, training)
     return traced
 

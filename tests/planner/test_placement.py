@@ -6,7 +6,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_hetpipe.planner.chain import Chain, MemoryTables, fill_s, longest
-from lightning_hetpipe.planner.cost import safe_k
 from lightning_hetpipe.planner.placement import Budget, place
 
 
@@ -16,8 +15,9 @@ def best_by_hand(chain: Chain) -> float:
     devices = [
         choice for choice, count in enumerate(chain.available[: chain.n_choices]) for _ in range(count)
     ]
+    runs = [(c, i, j) for c in range(chain.n_choices) for i in range(n) for j in range(i + 1, n + 1)]
     periods = sorted(
-        {chain.run_s(c, i, j) for c in range(chain.n_choices) for i in range(n) for j in range(i + 1, n + 1)}
+        {chain.run_s(*run) for run in runs if chain.allowed is None or chain.allowed[run]}
         | set(chain.occupied_s[:, :, 1:-1].ravel().tolist())
     )
     best = np.inf
@@ -52,14 +52,9 @@ def fits_by_hand(chain, starts, order, period) -> bool:
     elif chain.depth == "serial":
         counts = [1] * len(order)
     else:
-        counts = list(safe_k([*seconds, period], [*hops, 0.0], m))[:-1]
-        counts = [count - counts[-1] + 1 for count in counts]
-        counts = []
-        k = 1
-        for s in range(len(order) - 1, -1, -1):
-            if s < len(order) - 1:
-                k = min(m, k + max(1, int(np.ceil((seconds[s] + hops[s]) / period - 1e-9))))
-            counts.insert(0, k)
+        counts = [1]
+        for t, hop in zip(reversed(seconds[:-1]), reversed(hops)):
+            counts.insert(0, min(m, counts[0] + max(1, int(np.ceil((t + hop) / period - 1e-9)))))
     for choice, i, j, k in zip(order, starts, stops, counts):
         need = memory.weights[j] - memory.weights[i]
         need += k * (memory.saved[j] - memory.saved[i] + memory.out[j])

@@ -42,5 +42,5 @@ def test_twice_the_peak_is_twice_as_fast_where_compute_binds():
 
 def test_a_device_without_published_figures_is_refused_by_name():
     cluster = Cluster.from_mapping({"name": "lab", "devices": [{"name": "board"}]})
-    with pytest.raises(ProfileError, match="'board' has no published figures.*say profile=auto"):
+    with pytest.raises(ProfileError, match=r"'board' has no published figures.*say profile=auto"):
         analytic_profile(GRAPH, cluster, (1,))

@@ -35,7 +35,7 @@ def test_digits_are_colour_pictures_whose_split_does_not_overlap_and_does_not_ch
 def test_cifar10_is_never_downloaded_unasked(recipes, tmp_path):
     from digits import CIFAR10
 
-    with pytest.raises(FileNotFoundError, match="CIFAR-10 is not in .*data.download=true"):
+    with pytest.raises(FileNotFoundError, match=r"CIFAR-10 is not in .*data.download=true"):
         CIFAR10(root=str(tmp_path / "none")).prepare_data()
 
 

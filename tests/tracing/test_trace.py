@@ -232,6 +232,16 @@ def test_a_path_that_depends_on_data_is_reported_with_line_and_remedy() -> None:
     assert "blocks='blocks.0'" in str(error.value)
 
 
+def test_a_construct_that_fx_cannot_follow_is_reported_with_line_and_remedy() -> None:
+    class Lists(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tensor(sorted(x.tolist()))
+
+    match = r"Sequential cannot be followed at .*test_trace.py:\d+ after '1.tolist': .*blocks='1'"
+    with pytest.raises(GraphError, match=match):
+        trace(nn.Sequential(nn.Linear(6, 6), Lists()), (torch.randn(2, 6),), {})
+
+
 @pytest.mark.parametrize("blocks", ["blocks", "blocks.0, blocks.1,blocks.2"])
 def test_named_blocks_stay_whole(blocks: str) -> None:
     module = Outer()
@@ -252,7 +262,7 @@ class Doubles(Branches):
 
 
 def test_a_block_that_looks_at_its_data_has_to_keep_its_shape() -> None:
-    with pytest.raises(GraphError, match="0 .* looks at its data .* keep a larger module whole"):
+    with pytest.raises(GraphError, match=r"0 .* looks at its data .* keep a larger module whole"):
         trace(nn.Sequential(Doubles()), (torch.randn(2, 6),), {}, blocks="0")
 
 

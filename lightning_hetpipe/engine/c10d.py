@@ -1,0 +1,55 @@
+"""The parts of torch.distributed below its process groups, with types.
+
+The engine builds its groups directly on a store: neither WORLD nor torch's registry of groups knows
+them, only the ranks of a group take part in creating it, and dropping the last reference closes it.
+"""
+
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+__all__ = ["Group", "PrefixStore", "Store", "Work", "gloo_device", "gloo_group", "nccl_group"]
+
+
+class Work(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> bool: ...
+
+
+class Group(Protocol):
+    """Ranks that send to each other by their index in the group."""
+
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work: ...
+
+
+def gloo_device() -> Any:
+    """One listening socket and one thread, for all gloo groups of a process."""
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+def gloo_group(store: Store, index: int, size: int, device: Any, timeout_s: float) -> Group:
+    """Connects to the other ranks of a group; returns once all are there."""
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    options._devices = [device]
+    options._threads = 1
+    options._timeout = timedelta(seconds=timeout_s)
+    group: Group = kind(store, index, size, options)
+    return group
+
+
+def nccl_group(store: Store, index: int, size: int, device: torch.device, timeout_s: float) -> Group:
+    """Two CUDA ranks; connects at the first transfer."""
+    kind: Any = dist.ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    with torch.cuda.device(device):
+        group: Group = kind(store, index, size, options)
+    return group

@@ -1,0 +1,285 @@
+"""What all ranks say to each other around a step, and how they learn that one of them failed.
+
+    rank 0   header ──► every rank     operation, samples, signature
+             ... the actions ...
+             footer ──► every rank     error flag, loss, logs
+
+Messages have one fixed size; an object follows only when the message says so. All waits of the
+engine go through `Control.wait`, which turns a broken or overdue one into `RankFailedError`.
+"""
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.engine.c10d import Group, PrefixStore, Store, Work, gloo_device, gloo_group
+from lightning_hetpipe.engine.sockets import Sockets
+from lightning_hetpipe.engine.watch import SILENT_S, Failure, Watch
+from lightning_hetpipe.errors import RankFailedError
+
+N_NUMBERS = 16
+_MESSAGE_BYTES = 8 * (3 + 2 * N_NUMBERS)
+_FIXED, _OBJECT, _GATHER_SIZE, _GATHER = range(4)  # tags
+
+
+@dataclass(frozen=True)
+class Message:
+    """What rank 0 tells all ranks.
+
+    Attributes:
+        operation: The sender's code for what follows.
+        integers, floats: Up to 16 of each.
+        object: Anything that pickles; sent only if it is not None.
+    """
+
+    operation: int = 0
+    integers: tuple[int, ...] = ()
+    floats: tuple[float, ...] = ()
+    object: Any = None
+
+
+class Control:
+    """The control group of one rank, created once per process by all ranks together.
+
+    Args:
+        store: Reached by all ranks.
+        rank, world_size: This rank, and how many there are. A world of one needs no store.
+        timeout_s: Bounds every wait.
+        store_rank: The rank whose process serves the store; None if none does (torchrun's agent, a file).
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        world_size: int,
+        *,
+        timeout_s: float,
+        store_rank: int | None = 0,
+    ) -> None:
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.sockets = Sockets()
+        self._closed = False
+        self._held: list[tuple[Work, Tensor, int]] = []
+        self._posted: tuple[Work, Tensor] | None = None
+        self.store: Store | None = None
+        self._group: Group | None = None
+        self._watch: Watch | None = None
+        if world_size == 1:
+            return
+        if store is None:
+            raise ValueError(f"{world_size} ranks need a store")
+        self.store = PrefixStore("hetpipe", store)
+        watch_store = self.store.clone()
+        watch_store.set_timeout(timedelta(seconds=timeout_s))
+        self._watch = Watch(
+            watch_store,
+            rank,
+            world_size,
+            store_rank=store_rank,
+            timeout_s=timeout_s,
+            on_failure=self.sockets.shut_down,
+        )
+        self._watch.start()
+        self._device = gloo_device()
+        self._group = self.create_group("control", tuple(range(world_size)))
+        self._post()
+
+    def create_group(self, name: str, ranks: tuple[int, ...]) -> Group:
+        """A gloo group of these ranks; all of them call this in the same order of names."""
+        assert self.store is not None
+        store = PrefixStore(name, self.store)
+        with self.naming(None, f"joining group {name}"), self.sockets.record():
+            return gloo_group(store, ranks.index(self.rank), len(ranks), self._device, self.timeout_s)
+
+    @property
+    def doing(self) -> str:
+        """What this rank does now; told to the others if it is lost."""
+        return self._watch.doing if self._watch else ""
+
+    @doing.setter
+    def doing(self, action: str) -> None:
+        if self._watch:
+            self._watch.doing = action
+
+    def share(self, message: Message | None = None) -> Message:
+        """Hands rank 0's message to every rank; the others call this without one.
+
+        Rank 0 goes on at once; it waits for the transfers at the next call.
+
+        Raises:
+            RankFailedError: A rank failed, was lost, or did not answer in time.
+        """
+        self.check()
+        if self.rank == 0:
+            if message is None:
+                raise ValueError("rank 0 shares a message, the others receive it")
+            self._send_to_all(message)
+            return message
+        assert self._posted is not None
+        work, buffer = self._posted
+        self.wait(work, 0, "the next header or footer")
+        received, size_bytes = _decode(buffer)
+        if size_bytes:
+            received = Message(
+                received.operation, received.integers, received.floats, self._receive(0, size_bytes, _OBJECT)
+            )
+        self._post()
+        return received
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Collects one object of every rank, by rank, on rank 0; the others get None."""
+        self.check()
+        if self.rank != 0:
+            assert self._group is not None
+            data = _to_bytes(value)
+            size = torch.tensor([data.numel()])
+            works = [
+                self._group.send([size], 0, _GATHER_SIZE),
+                self._group.send([data], 0, _GATHER),
+            ]
+            for work in works:
+                self.wait(work, 0, "gathering")
+            return None
+        values = [value]
+        for rank in range(1, self.world_size):
+            size = torch.empty(1, dtype=torch.int64)
+            assert self._group is not None
+            self.wait(self._group.recv([size], rank, _GATHER_SIZE), rank, "gathering")
+            values.append(self._receive(rank, int(size), _GATHER))
+        return values
+
+    def wait(self, work: Work, peer: int, expected: str) -> None:
+        """Waits for a transfer with a peer that is expected to do something.
+
+        Raises:
+            RankFailedError: It broke or took longer than the timeout; names the rank that caused it.
+        """
+        with self.naming(peer, expected):
+            work.wait()
+
+    @contextmanager
+    def naming(self, peer: int | None, expected: str) -> Iterator[None]:
+        """Turns an error of a transfer within into one that names the rank which caused it."""
+        try:
+            yield
+        except RankFailedError:
+            raise
+        except RuntimeError as error:
+            self._raise_lost(peer, expected, error)
+
+    def check(self) -> None:
+        """Raises if another rank is known to have failed.
+
+        Raises:
+            RankFailedError: Names it.
+        """
+        if self._watch is not None and self._watch.failure is not None:
+            raise RankFailedError(str(self._watch.failure))
+
+    def fail(self, error: BaseException, action: str = "") -> None:
+        """Tells all ranks that this one failed, and closes its connections."""
+        if self._watch is None or isinstance(error, RankFailedError):
+            return
+        text = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+        self._watch.report(Failure(self.rank, reason, action or self.doing, lost=False))
+        self.sockets.shut_down()
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure of the run, as far as this rank knows."""
+        return self._watch.failure if self._watch else None
+
+    def close(self) -> None:
+        """Leaves the control group, once the last footer was received; later calls do nothing."""
+        if self._closed or self._watch is None:
+            return
+        self._closed = True
+        try:
+            if self.failure is None:
+                self._flush()
+        finally:
+            self._watch.close()
+            self.sockets.shut_down()
+            self._held, self._posted, self._group = [], None, None
+
+    def _raise_lost(self, peer: int | None, expected: str, error: RuntimeError) -> NoReturn:
+        assert self._watch is not None
+        overdue = "timed out" in str(error).lower()
+        # A rank whose wait is overdue closes its connections; the rank it waited for is to be named first.
+        cause = self._watch.cause(2 * SILENT_S if overdue else 3 * SILENT_S)
+        if peer is None:
+            cause = cause or Failure(self.rank, f"{expected}: {error}".splitlines()[0], lost=False)
+        elif cause is None:
+            what = f"let rank {self.rank} wait for {self.timeout_s:g} s, though its process runs"
+            cause = Failure(peer, what if overdue else f"closed its connection to rank {self.rank}", expected)
+        elif cause.lost and cause.rank == peer:
+            cause = replace(cause, action=expected)
+        if self._watch.failure is None:
+            cause = self._watch.report(cause)
+        self.sockets.shut_down()
+        raise RankFailedError(str(cause)) from error
+
+    def _send_to_all(self, message: Message) -> None:
+        self._flush()
+        if self._group is None:
+            return
+        data = None if message.object is None else _to_bytes(message.object)
+        buffer = _encode(message, 0 if data is None else data.numel())
+        for rank in range(1, self.world_size):
+            with self.naming(rank, "the last footer"):
+                self._held.append((self._group.send([buffer], rank, _FIXED), buffer, rank))
+                if data is not None:
+                    self._held.append((self._group.send([data], rank, _OBJECT), data, rank))
+
+    def _flush(self) -> None:
+        held, self._held = self._held, []
+        for work, _, rank in held:
+            self.wait(work, rank, "the last header or footer")
+
+    def _post(self) -> None:
+        if self.rank != 0 and self._group is not None:
+            buffer = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8)
+            with self.naming(0, "the next header or footer"):
+                self._posted = (self._group.recv([buffer], 0, _FIXED), buffer)
+
+    def _receive(self, rank: int, size_bytes: int, tag: int) -> Any:
+        assert self._group is not None
+        data = torch.empty(size_bytes, dtype=torch.uint8)
+        with self.naming(rank, "an object"):
+            self._group.recv([data], rank, tag).wait()
+        # The bytes come from a rank of this job, over a connection that the job made.
+        return pickle.loads(data.numpy().tobytes())
+
+
+def _to_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _encode(message: Message, size_bytes: int) -> Tensor:
+    counts = len(message.integers), len(message.floats)
+    if max(counts) > N_NUMBERS:
+        raise ValueError(f"a message with {counts} numbers does not fit; {N_NUMBERS} of each kind do")
+    integers = torch.zeros(3 + N_NUMBERS, dtype=torch.int64)
+    integers[:3] = torch.tensor([message.operation, size_bytes, counts[0] * 100 + counts[1]])
+    integers[3 : 3 + counts[0]] = torch.tensor(message.integers, dtype=torch.int64)
+    floats = torch.zeros(N_NUMBERS, dtype=torch.float64)
+    floats[: counts[1]] = torch.tensor(message.floats, dtype=torch.float64)
+    return torch.cat([integers.view(torch.uint8), floats.view(torch.uint8)])
+
+
+def _decode(buffer: Tensor) -> tuple[Message, int]:
+    split = 8 * (3 + N_NUMBERS)
+    operation, size_bytes, counts, *integers = buffer[:split].view(torch.int64).tolist()
+    floats = buffer[split:].view(torch.float64).tolist()
+    return (
+        Message(operation, tuple(integers[: counts // 100]), tuple(floats[: counts % 100])),
+        size_bytes,
+    )

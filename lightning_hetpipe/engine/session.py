@@ -1,0 +1,191 @@
+"""The engine of one rank: set up once per process, given a plan's stages, then stepped.
+
+engine = Engine(store, rank, world_size, device=..., timeout_s=...)     all ranks together
+engine.install(make, routes, ranks_of_stage, {1: stage})               all ranks together, per plan
+engine.control.share(...)                                              header
+losses = engine.train_step(specs, reader=reader, weights=weights)      every rank, every step
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.cluster import Cluster, Device
+from lightning_hetpipe.engine.c10d import Store
+from lightning_hetpipe.engine.control import Control
+from lightning_hetpipe.engine.emulate import Emulator
+from lightning_hetpipe.engine.memory import (
+    memory_bytes,
+    peak_memory_bytes,
+    reset_peak,
+    return_freed_memory,
+    tune_allocator,
+)
+from lightning_hetpipe.engine.message import Specs
+from lightning_hetpipe.engine.runtime import Context, Reader, Runtime, SharedGradients, Stage
+from lightning_hetpipe.engine.transport import connect
+from lightning_hetpipe.graph import Route
+from lightning_hetpipe.schedule.action import Schedule
+from lightning_hetpipe.timeline import Span, Timeline
+
+MakeSchedule = Callable[[int, bool], Schedule]  # micro-batches, training
+
+
+class Engine:
+    """Runs one rank's part of a pipeline.
+
+    Args:
+        store: Reached by all ranks; None in a world of one.
+        rank, world_size: This rank, and how many there are.
+        timeout_s: Bounds every wait for another rank.
+        cluster: Rank ``i`` is device ``i``: speeds, memory limits and links to keep to. None: as it is.
+        device: Where this rank computes.
+        store_rank: The rank whose process serves the store; None if none does.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        world_size: int,
+        *,
+        timeout_s: float,
+        cluster: Cluster | None = None,
+        device: torch.device | None = None,
+        store_rank: int | None = 0,
+    ) -> None:
+        self.rank, self.world_size, self.cluster = rank, world_size, cluster
+        self.device = device or torch.device("cpu")
+        own = Device(f"rank{rank}") if cluster is None else cluster.devices[rank]
+        self.emulator = Emulator(own)
+        self.control = Control(store, rank, world_size, timeout_s=timeout_s, store_rank=store_rank)
+        if self.device.type == "cpu":
+            tune_allocator()
+            if cluster is not None:
+                torch.set_num_threads(own.threads)
+        self._base_bytes = 0
+        self._runtime: Runtime | None = None
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._plans = itertools.count()
+
+    def install(
+        self,
+        make_schedule: MakeSchedule,
+        routes: Iterable[Route],
+        ranks_of_stage: Sequence[Sequence[int]],
+        stages: Mapping[int, Stage],
+        *,
+        context: Context = nullcontext,
+        shared: Sequence[SharedGradients] = (),
+        owners: Iterable[Sequence[int]] = (),
+    ) -> None:
+        """Takes up a plan; opens its connections together with all other ranks, and closes the former ones.
+
+        Args:
+            make_schedule: Gives the schedule of so many micro-batches, for training or not.
+            routes: What the stages send to each other.
+            ranks_of_stage: Who holds which stage.
+            stages: Those of this rank; empty on an idle one.
+            context: Entered around each forward (autocast).
+            shared: This rank's parameters whose gradients are summed over ranks.
+            owners: The sets of ranks in all ranks' ``shared``, equal on every rank.
+        """
+        self._runtime = None
+        self._schedules = {}
+        self._make = make_schedule
+        transport = connect(
+            self.control,
+            f"plan{next(self._plans)}",
+            routes,
+            ranks_of_stage,
+            device=self.device,
+            cluster=self.cluster,
+            owners=owners,
+        )
+        self._runtime = Runtime(
+            self.control,
+            transport,
+            self.emulator,
+            stages,
+            n_stages=len(ranks_of_stage),
+            context=context,
+            shared=shared,
+        )
+
+    def limit_memory(self, held_bytes: int) -> None:
+        """From here on counts this rank's memory, and enforces the emulated limit if there is one.
+
+        Args:
+            held_bytes: What counts of what the process has already: its stage's parameters.
+        """
+        if self.device.type == "cpu":
+            return_freed_memory()
+            self._base_bytes = memory_bytes(self.device) - held_bytes
+            self.emulator.limit_memory(held_bytes)
+        reset_peak(self.device)
+
+    def schedule(self, n_micro_batches: int, training: bool) -> Schedule:
+        """The installed plan's action lists for so many micro-batches."""
+        key = (n_micro_batches, training)
+        if key not in self._schedules:
+            self._schedules[key] = self._make(*key)
+        return self._schedules[key]
+
+    def train_step(
+        self, specs: Sequence[Specs], *, weights: Sequence[float], reader: Reader | None = None
+    ) -> tuple[Tensor, ...]:
+        """Forward and backward of all micro-batches; see `Runtime.run`.
+
+        Args:
+            specs: One mapping per micro-batch: every value that travels between stages.
+            weights: Per micro-batch; `sample_weights` for a loss that is a mean.
+            reader: On rank 0.
+        """
+        return self._installed.run(self.schedule(len(specs), True), specs, reader=reader, weights=weights)
+
+    def forward(self, specs: Sequence[Specs], *, reader: Reader | None = None) -> None:
+        """The forward of all micro-batches; the reader collects the outputs."""
+        self._installed.run(self.schedule(len(specs), False), specs, reader=reader)
+
+    def gather_timeline(self) -> Timeline | None:
+        """The spans of the last step and peak memory of all ranks, on rank 0; None on the others.
+
+        Every rank calls it. Times are comparable between ranks of one host. Memory is what was used on
+        top of what the process had at `limit_memory`, its stage's parameters included.
+        """
+        spans = self._installed.spans if self._runtime else []
+        parts = self.control.gather((spans, peak_memory_bytes(self.device) - self._base_bytes))
+        if parts is None:
+            return None
+        every = [span for spans, _ in parts for span in spans]
+        start_s = min((span.start_s for span in every), default=0.0)
+        moved = [
+            Span(span.rank, span.action, span.start_s - start_s, span.end_s - start_s, span.compute)
+            for span in every
+        ]
+        return Timeline(tuple(moved), self.world_size, "measured", tuple(peak for _, peak in parts))
+
+    def fail(self, error: BaseException) -> None:
+        """Tells all ranks that this one failed outside an action; for whoever catches its exceptions."""
+        self.control.fail(error)
+
+    def close(self) -> None:
+        """Closes all connections of this rank."""
+        self._runtime = None
+        self.emulator.lift_memory_limit()
+        self.control.close()
+
+    @property
+    def _installed(self) -> Runtime:
+        if self._runtime is None:
+            raise RuntimeError("no plan is installed: call install() first")
+        return self._runtime
+
+
+def sample_weights(sizes: Sequence[int], scale: float = 1.0) -> tuple[float, ...]:
+    """What each micro-batch's mean loss counts for: ``scale * n_i / N``."""
+    total = sum(sizes)
+    return tuple(scale * size / total for size in sizes)

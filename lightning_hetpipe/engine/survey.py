@@ -1,0 +1,135 @@
+"""Profiles a whole cluster from one process: every kind of device in turn, links as the cluster gives them.
+
+Right for emulated clusters and for the devices of one host. The strategy profiles differently: each
+rank measures its own device.
+"""
+
+import copy
+import logging
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from operator import methodcaller
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_hetpipe.cluster import Cluster, Device
+from lightning_hetpipe.engine.emulate import Emulator
+from lightning_hetpipe.engine.memory import tune_allocator
+from lightning_hetpipe.errors import ProfileError
+from lightning_hetpipe.profiles import DeviceProfile, Profile
+from lightning_hetpipe.profiling.analytic import analytic_profile
+from lightning_hetpipe.profiling.cache import cached_profile
+from lightning_hetpipe.profiling.measure import measure_device
+from lightning_hetpipe.tracing import Traced, trace
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+
+
+def profile(
+    module: nn.Module,
+    example: Tensor | tuple[Any, ...],
+    cluster: Cluster,
+    *,
+    origin: Literal["measured", "analytic"] = "measured",
+    blocks: str | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measures every layer of a module on every device of a cluster.
+
+    Args:
+        module: Neither its parameters nor its buffers change.
+        example: The module's arguments; tensors of shape ``[batch, ...]``. The batch is the largest
+            micro-batch that is measured.
+        cluster: Devices of this host; emulated ones are measured at their speed.
+        origin: ``analytic`` derives the figures from the devices' published peaks instead.
+        blocks: Name of a sequence of blocks, for a module that does not trace.
+        progress: Called with (device name, parts done, parts in all).
+
+    Returns:
+        A profile with one entry per device. Measured ones are kept in the user's cache folder.
+
+    Raises:
+        GraphError: The module does not trace.
+        ProfileError: A device has no published figures, or is not of this host.
+    """
+    args = example if isinstance(example, tuple) else (example,)
+    traced = trace(module, args, {}, blocks)
+    inputs = traced.bind(args, {})
+    sizes = tabulated_sizes(next(iter(inputs.values())).shape[0])
+    if origin == "analytic":
+        return analytic_profile(traced.graph, cluster, sizes)
+    if "cuda" in {device.kind for device in cluster.devices} and not torch.cuda.is_available():
+        raise ProfileError(
+            f"cluster {cluster.name!r} has cuda devices and this machine has none: profile there, or say "
+            "origin='analytic' (profile=analytic) where the cluster gives published figures"
+        )
+    key = {"graph": traced.graph.fingerprint, "devices": cluster.devices, "sizes": sizes, **_environment()}
+    return cached_profile(key, lambda: _measure(module, args, blocks, sizes, cluster, progress))
+
+
+def tabulated_sizes(batch_size: int) -> tuple[int, ...]:
+    """Micro-batch sizes to measure: the whole batch, halved four times.
+
+    Never 1 beside others: BatchNorm refuses a single value per channel.
+
+    >>> tabulated_sizes(64), tabulated_sizes(9), tabulated_sizes(1)
+    ((4, 8, 16, 32, 64), (2, 4, 9), (1,))
+    """
+    halved = {batch_size >> k for k in range(5)}
+    return tuple(sorted(size for size in halved if size >= min(2, batch_size)))
+
+
+def _measure(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    blocks: str | None,
+    sizes: tuple[int, ...],
+    cluster: Cluster,
+    progress: Progress | None,
+) -> Profile:
+    tune_allocator()
+    measured: dict[object, DeviceProfile] = {}
+    for kind in {device.kind: None for device in cluster.devices}:
+        there = module if kind == "cpu" else copy.deepcopy(module).to(kind)
+        placed = pytree.tree_map_only(Tensor, methodcaller("to", kind), args)
+        traced = trace(there, placed, {}, blocks)
+        inputs = traced.bind(placed, {})
+        for device in cluster.devices:
+            if device.kind == kind and device.kind_key not in measured:
+                log.info("measuring %s", device.name)
+                measured[device.kind_key] = _measure_one(traced, inputs, sizes, device, progress)
+    devices = tuple(replace(measured[each.kind_key], device=each.name) for each in cluster.devices)
+    return Profile(traced.graph, devices, environment=_environment())
+
+
+def _measure_one(
+    traced: Traced,
+    inputs: Mapping[str, Tensor],
+    sizes: tuple[int, ...],
+    device: Device,
+    progress: Progress | None,
+) -> DeviceProfile:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(device.threads)
+    try:
+        return measure_device(
+            traced,
+            inputs,
+            sizes,
+            device.name,
+            section=Emulator(device).section,
+            progress=None if progress is None else partial(progress, device.name),
+        )
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _environment() -> dict[str, str]:
+    return {"torch": torch.__version__, "processor": platform.processor() or platform.machine()}

@@ -1,0 +1,179 @@
+"""From stages to complete plans: ranks, schedules, in-flight counts that fit, and the simulated step."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_hetpipe.cluster import Cluster
+from lightning_hetpipe.errors import InfeasibleError
+from lightning_hetpipe.planner.chain import Placement
+from lightning_hetpipe.planner.cost import LayerCosts, one_f_one_b_step_s, safe_k
+from lightning_hetpipe.planner.plan_cost import PlanCost, schedule_of
+from lightning_hetpipe.planner.pools import Pools
+from lightning_hetpipe.planner.simulate import simulate_schedule, step_seconds
+from lightning_hetpipe.plans import SCHEDULES, Plan, Prediction, Stage
+from lightning_hetpipe.profiles import Profile
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A complete plan and its simulated step, optimizer included."""
+
+    plan: Plan
+    step_s: float
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        """Faster first; of equals the one with fewer devices, then the one that holds less."""
+        return (float(f"{self.step_s:.6g}"), len(self.plan.stages), sum(self.plan.in_flight))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all candidates of a search share."""
+
+    profile: Profile
+    cluster: Cluster
+    batch_size: int
+    schedules: tuple[str, ...]
+    optimizer_copies: float
+
+    def costs(self, micro_batch: int) -> LayerCosts:
+        return LayerCosts(self.profile, micro_batch, self.optimizer_copies)
+
+
+def schedules_of(schedule: str) -> tuple[str, ...]:
+    """The schedules that an option allows."""
+    return SCHEDULES if schedule == "auto" else (schedule,)
+
+
+def stages_of(placement: Placement, pools: Pools, cluster: Cluster, n_layers: int) -> tuple[Stage, ...]:
+    """Names a device for every stage: of its pool, one on the host of the stage after it if there is one."""
+    free = [list(reversed(names)) for names in pools.names]
+    stops = (*placement.starts[1:], n_layers)
+    stages: list[Stage] = []
+    host = ""
+    for start, stop, choice in reversed(list(zip(placement.starts, stops, placement.choices))):
+        names = free[choice]
+        near = [name for name in names if cluster.device(name).host == host]
+        name = near[-1] if near else names[-1]
+        names.remove(name)
+        host = cluster.device(name).host
+        stages.append(Stage(start, stop, (name,)))
+    return tuple(reversed(stages))
+
+
+def make_candidates(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> Iterator[Candidate]:
+    """One candidate per allowed schedule that fits in memory."""
+    base = draft(setting, stages, micro_batch)
+    for schedule in setting.schedules:
+        plan = with_schedule(setting, base, schedule)
+        if plan is not None:
+            cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
+            lists = schedule_of(plan, setting.profile.graph, check=False)
+            seconds = step_seconds(lists, cost.seconds, cost.transfer)
+            yield Candidate(plan, seconds + cost.optimizer_s())
+
+
+def formula_s(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> float:
+    """The closed form of the step, memory aside: for choosing what to simulate."""
+    plan = draft(setting, stages, micro_batch)
+    cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
+    seconds = [sum(cost.stage_seconds(stage, micro_batch)) for stage in range(len(stages))]
+    hops = [sum(hop) for hop in cost.hops(micro_batch)]
+    return one_f_one_b_step_s(seconds, hops, len(cost.slices))
+
+
+def draft(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> Plan:
+    """A plan with its ranks in order: the last stage first, then the others, then idle devices."""
+    used = [name for stage in (stages[-1], *stages[:-1]) for name in stage.devices]
+    devices = {device.name: device for device in setting.cluster.devices}
+    ordered = [devices.pop(name) for name in used] + list(devices.values())
+    return Plan(
+        cluster=replace(setting.cluster, devices=tuple(ordered)),
+        layer_names=tuple(layer.name for layer in setting.profile.graph.layers),
+        stages=tuple(stages),
+        batch_size=setting.batch_size,
+        micro_batch=micro_batch,
+        schedule="gpipe",
+        in_flight=(-(-setting.batch_size // micro_batch),) * len(stages),
+        graph_fingerprint=setting.profile.graph.fingerprint,
+    )
+
+
+def with_schedule(setting: Setting, plan: Plan, schedule: str) -> Plan | None:
+    """The plan under a schedule, in flight as much as pays and fits; None if not even the least fits."""
+    m = len(plan.slices(plan.batch_size))
+    if schedule == "gpipe":
+        wanted: Sequence[int] = (m,) * len(plan.stages)
+    else:
+        cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
+        seconds = [sum(cost.stage_seconds(stage, plan.micro_batch)) for stage in range(len(plan.stages))]
+        wanted = safe_k(seconds, [sum(hop) for hop in cost.hops(plan.micro_batch)], m)
+    counts = fitting(setting, plan, wanted)
+    if counts is None or (schedule == "gpipe" and counts != tuple(wanted)):
+        return None
+    return replace(plan, schedule=schedule, in_flight=counts)
+
+
+def fitting(setting: Setting, plan: Plan, wanted: Sequence[int]) -> tuple[int, ...] | None:
+    """In-flight counts cut down to what memory allows, still falling along the stages; None if none do."""
+    costs = setting.costs(plan.micro_batch)
+    counts: list[int] = []
+    for index, (stage, k) in enumerate(zip(plan.stages, wanted)):
+        for name, share in zip(stage.devices, stage.shares):
+            limit = setting.cluster.device(name).memory_bytes
+            if limit is None:
+                continue
+            weight_share = share if stage.split == "channel" else 1.0
+            one, two = (
+                costs.memory_bytes(
+                    name, stage.start, stage.stop, n, sample_share=share, weight_share=weight_share
+                )
+                for n in (1, 2)
+            )
+            spare = limit - one
+            if index == len(plan.stages) - 1:
+                spare -= batch_bytes(costs, setting.batch_size)
+            if spare < 0:
+                return None
+            if two > one:
+                k = min(k, 1 + int(spare / (two - one)))
+        counts.append(k)
+        for earlier in range(index, 0, -1):
+            counts[earlier] = min(counts[earlier], counts[earlier - 1])
+    return tuple(counts)
+
+
+def batch_bytes(costs: LayerCosts, batch_size: int) -> float:
+    """What the reader's rank holds besides its stage: the inputs of the whole batch."""
+    return costs.input_bytes / costs.micro_batch * batch_size
+
+
+def finish(setting: Setting, plan: Plan, images_per_s_bound: float) -> Plan:
+    """The plan with its prediction."""
+    cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
+    timeline = simulate_schedule(schedule_of(plan, setting.profile.graph), cost.seconds, cost.transfer)
+    step_s, busy = timeline.step_s + cost.optimizer_s(), timeline.busy
+    return replace(
+        plan,
+        prediction=Prediction(
+            step_s=step_s,
+            images_per_s=plan.batch_size / step_s,
+            busy=tuple(busy[ranks[0]] for ranks in plan.ranks_of_stage),
+            memory_bytes=cost.memory_bytes(),
+            lower_bound_s=cost.lower_bound_s(),
+            images_per_s_bound=images_per_s_bound,
+        ),
+    )
+
+
+def fastest(candidates: Iterable[Candidate]) -> Candidate:
+    """The best of several.
+
+    Raises:
+        InfeasibleError: There are none.
+    """
+    ranked = sorted(candidates, key=lambda candidate: candidate.order)
+    if not ranked:
+        raise InfeasibleError("no schedule of these stages fits in memory")
+    return ranked[0]

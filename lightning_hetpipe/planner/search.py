@@ -1,0 +1,323 @@
+"""Makes a plan: places layers at each promising micro-batch size, simulates the best, explains the winner."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from lightning_hetpipe.cluster import Cluster
+from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.planner.baselines import Alone, Baseline, data_parallel, even_split, fastest_single
+from lightning_hetpipe.planner.candidates import (
+    Candidate,
+    Setting,
+    finish,
+    make_candidates,
+    schedules_of,
+    stages_of,
+)
+from lightning_hetpipe.planner.chain import Chain, Depth
+from lightning_hetpipe.planner.cost import ADAM
+from lightning_hetpipe.planner.microbatch import best_size, neighbours, offered
+from lightning_hetpipe.planner.placement import Budget, Placements, place
+from lightning_hetpipe.planner.plan_cost import PlanCost
+from lightning_hetpipe.planner.pools import Pools, in_order, make_chain, make_pools
+from lightning_hetpipe.planner.reason import explain, infeasible
+from lightning_hetpipe.planner.split import Even, even_stages
+from lightning_hetpipe.plans import SCHEDULES, Alternative, Plan, Stage
+from lightning_hetpipe.profiles import Profile
+
+_ACTIONS = 60_000  # actions that re-ranking may simulate per micro-batch size
+
+
+def make_plan(
+    profile: Profile,
+    cluster: Cluster,
+    batch_size: int,
+    *,
+    micro_batch: int | Literal["auto"] = "auto",
+    schedule: str = "auto",
+    merge: str = "auto",
+    stages: int | None = None,
+    even: Even | bool = False,
+    device_order: Sequence[str] | None = None,
+    pinned_last: str | None = None,
+    optimizer_copies: float = ADAM,
+    baselines: bool = True,
+) -> Plan:
+    """The fastest plan that the search finds, with its prediction, its reason and what it was compared with.
+
+    Args:
+        profile: Measured or analytic; it must have every device of the cluster.
+        cluster: Its devices may be left out and reordered; rank 0 of the plan holds the last stage.
+        batch_size: Samples per optimizer step.
+        micro_batch: Samples per micro-batch, or ``auto``.
+        schedule: ``gpipe``, ``1f1b`` or ``auto``.
+        merge: ``auto`` or ``never``; both place one device per stage while no group times are measured.
+        stages: Exactly so many stages; as many as pay by default.
+        even: Split without a search: ``layers``, or ``time`` (also True) on the first device.
+        device_order: Uses exactly these devices, in this order of stages.
+        pinned_last: The device that must read the data and hold the last stage; any by default.
+        optimizer_copies: State values that the optimizer keeps per parameter (Adam 2, momentum 1, SGD 0).
+        baselines: False leaves the comparison out.
+
+    Raises:
+        InfeasibleError: Nothing fits; the message lists remedies.
+        PlanError: The options contradict each other or the model.
+        ProfileError: A device was not profiled.
+    """
+    request = _check(
+        _Request(
+            Setting(profile, cluster, batch_size, schedules_of(schedule), optimizer_copies),
+            micro_batch,
+            schedule,
+            stages,
+            "time" if even is True else even or None,
+            tuple(device_order) if device_order is not None else None,
+            pinned_last,
+        ),
+        merge,
+    )
+    setting = request.setting
+    alone = Alone(setting)
+    bound = alone.bound_images_per_s()
+    single = fastest_single(setting, alone, pinned_last)
+    search = _fixed(request) if request.even else _searched(request, single)
+    if not search.found:
+        raise infeasible(setting, request.sizes, stages=stages, device_order=request.device_order)
+    winner = min(search.found, key=lambda candidate: candidate.order)
+    plan = finish(setting, winner.plan, bound)
+    rows = [single]
+    if baselines:
+        rows += all_baselines(setting, alone, plan)
+        if pinned_last is not None:
+            rows += _unpinned(request, single)
+    return replace(
+        plan,
+        profile_hash=profile.content_hash,
+        reason=explain(setting, plan, search.found, rows, gap=search.gap),
+        alternatives=tuple(
+            Alternative(row.name, batch_size / row.step_s, row.step_s, row.memory_bytes, row.note)
+            for row in rows
+            if np.isfinite(row.step_s)
+        ),
+    )
+
+
+def all_baselines(setting: Setting, alone: Alone, plan: Plan) -> list[Baseline]:
+    """Everything that DESIGN names, but the fastest single device: each at its best micro-batch size."""
+    sizes = neighbours(offered(setting.batch_size), plan.micro_batch, 5)
+    return [
+        even_split(setting, "layers", sizes),
+        even_split(setting, "time", sizes),
+        data_parallel(setting, alone, uneven=False),
+        data_parallel(setting, alone, uneven=True),
+    ]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The options of `make_plan`, checked."""
+
+    setting: Setting
+    micro_batch: int | Literal["auto"]
+    schedule: str
+    stages: int | None
+    even: Even | None
+    device_order: tuple[str, ...] | None
+    pinned_last: str | None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        if self.micro_batch == "auto":
+            return offered(self.setting.batch_size)
+        return (self.micro_batch,)
+
+
+@dataclass
+class _Found:
+    """Candidates of a search, and how far the best placement can be from the optimum."""
+
+    found: list[Candidate] = field(default_factory=list)
+    gap: float = 0.0
+
+
+def _check(request: _Request, merge: str) -> _Request:
+    setting, n_layers = request.setting, len(request.setting.profile.graph)
+    names = {device.name for device in setting.cluster.devices}
+    if setting.batch_size < 1:
+        raise PlanError(f"a batch of {setting.batch_size} samples cannot be planned: give at least 1")
+    if request.micro_batch != "auto" and not 1 <= request.micro_batch <= setting.batch_size:
+        raise PlanError(
+            f"micro_batch {request.micro_batch} must lie between 1 and the batch size {setting.batch_size}"
+        )
+    if request.schedule not in (*SCHEDULES, "auto"):
+        raise PlanError(
+            f"schedule {request.schedule!r} is unknown; known are {', '.join(SCHEDULES)} and auto"
+        )
+    if merge not in ("auto", "never"):
+        raise PlanError(f"merge {merge!r} needs measured group times, which this profile does not have")
+    if request.even not in (None, "layers", "time"):
+        raise PlanError(f"even {request.even!r} is unknown; known are layers, time, True and False")
+    for name in (*(request.device_order or ()), *((request.pinned_last,) if request.pinned_last else ())):
+        if name not in names:
+            raise PlanError(
+                f"device {name!r} is not in cluster {setting.cluster.name!r}; "
+                f"it has {', '.join(sorted(names))}"
+            )
+    order = request.device_order
+    if order is not None:
+        if not order or len(set(order)) < len(order):
+            raise PlanError(f"device_order {order} must name each device once")
+        if request.pinned_last not in (None, order[-1]):
+            raise PlanError(f"device_order ends with {order[-1]!r}, but {request.pinned_last!r} must be last")
+        if request.stages not in (None, len(order)):
+            raise PlanError(f"device_order names {len(order)} devices for {request.stages} stages")
+    wanted = request.stages or (len(order) if order else 1)
+    if not 1 <= wanted <= min(n_layers, len(names)):
+        raise PlanError(
+            f"{wanted} stages were asked for; the model has {n_layers} layers and the cluster "
+            f"{len(names)} devices: ask for at most {min(n_layers, len(names))}"
+        )
+    for name in names:
+        setting.profile.device(name)
+    return request
+
+
+def _fixed(request: _Request) -> _Found:
+    """An even split at every micro-batch size on offer."""
+    assert request.even is not None
+    order = request.device_order or _given_order(request)
+    if request.device_order is None:
+        order = order[-(request.stages or len(order)) :] if request.pinned_last else order[: request.stages]
+    result = _Found()
+    for size in request.sizes:
+        stages = even_stages(request.setting.costs(size), order, request.even)
+        result.found += make_candidates(request.setting, stages, size)
+    return result
+
+
+def _given_order(request: _Request) -> tuple[str, ...]:
+    names = [device.name for device in request.setting.cluster.devices if device.name != request.pinned_last]
+    return (*names, request.pinned_last) if request.pinned_last else tuple(names)
+
+
+def _searched(request: _Request, single: Baseline) -> _Found:
+    """Climbs over micro-batch sizes, from the square-root rule's choice, and places layers at each."""
+    setting = request.setting
+    if request.device_order is not None:
+        pools = in_order(setting.profile, setting.cluster, request.device_order)
+    else:
+        pools = make_pools(setting.profile, setting.cluster, pinned_last=request.pinned_last)
+    result = _Found()
+    best: dict[int, float] = {}
+    alone = single.candidate
+    may_be_alone = request.stages in (None, 1) and request.device_order is None
+    if alone and may_be_alone and request.micro_batch in ("auto", alone.plan.micro_batch):
+        result.found.append(alone)
+
+    def visit(size: int) -> float:
+        if size not in best:
+            candidates, gap = _placed(request, pools, size, 1.05 * min(best.values(), default=np.inf))
+            result.found += candidates
+            best[size] = min((candidate.step_s for candidate in candidates), default=np.inf)
+            if best[size] <= min(best.values()):
+                result.gap = gap
+        return best[size]
+
+    sizes = request.sizes
+    index = int(np.searchsorted(sizes, max(1, setting.batch_size // 8)))
+    index = min(index, len(sizes) - 1)
+    while not np.isfinite(visit(sizes[index])) and index > 0:
+        index -= 1
+    if not np.isfinite(best[sizes[index]]):
+        return result
+    first = min(result.found, key=lambda candidate: candidate.order)
+    for size in neighbours(sizes, _square_root_size(setting, first.plan), 2):
+        visit(size)
+    while True:
+        centre = sizes.index(min(best, key=lambda size: best[size]))
+        around = [i for i in (centre - 1, centre + 1) if 0 <= i < len(sizes) and sizes[i] not in best]
+        if not around:
+            return result
+        for i in around:
+            visit(sizes[i])
+
+
+def _square_root_size(setting: Setting, plan: Plan) -> float:
+    """``mu*`` for the stages of a plan."""
+
+    def figures(size: int) -> tuple[int, list[float], float]:
+        cost = PlanCost(replace(plan, micro_batch=size), setting.profile)
+        seconds = [sum(cost.stage_seconds(stage, size)) for stage in range(len(plan.stages))]
+        return size, seconds, sum(map(sum, cost.hops(size)))
+
+    small = max(1, min(plan.micro_batch, plan.batch_size // 2))
+    if small == plan.batch_size:
+        return float(small)
+    return best_size(plan.batch_size, figures(small), figures(min(2 * small, plan.batch_size)))
+
+
+def _placed(request: _Request, pools: Pools, size: int, upper_s: float) -> tuple[list[Candidate], float]:
+    """The best placements at one micro-batch size, as simulated plans, and the search's gap."""
+    setting = request.setting
+    chain = make_chain(
+        setting.costs(size),
+        setting.cluster,
+        pools,
+        batch_size=setting.batch_size,
+        pinned_last=request.pinned_last,
+        n_stages=request.stages,
+    )
+    candidates: list[Candidate] = []
+    seen: set[tuple[Stage, ...]] = set()
+    gap = 0.0
+    for depth in _depths(request, chain):
+        if depth == "serial" and candidates:
+            break
+        placements = _place(chain.with_depth(depth), upper_s)
+        gap = max(gap, placements.gap)
+        if placements.found:
+            upper_s = min(upper_s, placements.found[0].objective_s)
+        for placement in placements.found[: _most(placements, chain.n_micro_batches)]:
+            stages = stages_of(placement, pools, setting.cluster, chain.n_layers)
+            if stages not in seen:
+                seen.add(stages)
+                candidates += make_candidates(setting, stages, size)
+    return candidates, gap
+
+
+def _depths(request: _Request, chain: Chain) -> tuple[Depth, ...]:
+    """What memory must have room for, the most first; one search where it always has."""
+    if "1f1b" not in request.setting.schedules:
+        return ("all",)
+    return ("safe",) if chain.memory is None else ("safe", "shallow", "serial")
+
+
+def _place(chain: Chain, upper_s: float) -> Placements:
+    """A search as hard as the size of the problem allows."""
+    states = float(np.prod(chain.available + 1.0)) * chain.n_choices * chain.n_layers
+    budget = (
+        Budget(searches=30, rounds=6)
+        if states <= 1e5
+        else Budget(labels=250, searches=4, rounds=10, slack=0.01)
+    )
+    return place(chain, tolerance=0.01, upper_s=upper_s, budget=budget)
+
+
+def _most(placements: Placements, n_micro_batches: int) -> int:
+    """How many placements can be simulated within `_ACTIONS`, two at least."""
+    if not placements.found:
+        return 0
+    actions = 6 * n_micro_batches * len(placements.found[0].starts) * 2
+    return max(2, min(len(placements.found), _ACTIONS // actions))
+
+
+def _unpinned(request: _Request, single: Baseline) -> list[Baseline]:
+    """What the plan could reach if any device might hold the last stage."""
+    free = _searched(replace(request, pinned_last=None), single)
+    best = min(free.found, key=lambda candidate: candidate.order)
+    cost = PlanCost(best.plan, request.setting.profile, optimizer_copies=request.setting.optimizer_copies)
+    note = f"last stage on {best.plan.stages[-1].devices[0]} instead of {request.pinned_last}"
+    return [Baseline("last stage anywhere", best.step_s, max(cost.memory_bytes()), note, best)]

@@ -1,0 +1,57 @@
+"""Splits that need no search: equal numbers of layers, or equal time on one device."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Literal
+
+import numpy as np
+
+from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.planner.cost import LayerCosts
+from lightning_hetpipe.plans import Stage
+
+Even = Literal["layers", "time"]
+
+
+def even_stages(costs: LayerCosts, devices: Sequence[str], even: Even) -> tuple[Stage, ...]:
+    """One stage per device, in the order given, as alike as can be.
+
+    Args:
+        costs: Layer times, for ``time``.
+        devices: Who holds the stages.
+        even: ``layers``: numbers of layers differ by one at most. ``time``: the longest stage is as short
+            as it can be on the first device.
+
+    Raises:
+        PlanError: There are more devices than layers.
+    """
+    n_layers, n = len(costs.graph), len(devices)
+    if n > n_layers:
+        raise PlanError(f"{n} stages were asked for, but the model has {n_layers} layers to divide")
+    if even == "layers":
+        sizes = [n_layers // n + (i < n_layers % n) for i in range(n)]
+    else:
+        forward, backward = costs.seconds(devices[0])
+        sizes = _balanced(np.diff(forward + backward).tolist(), n)
+    stops = list(accumulate(sizes))
+    return tuple(Stage(stop - size, stop, (name,)) for name, size, stop in zip(devices, sizes, stops))
+
+
+def _balanced(weights: Sequence[float], n: int) -> list[int]:
+    """Lengths of ``n`` runs whose heaviest is as light as can be."""
+    prefix = np.concatenate([[0.0], np.cumsum(weights)])
+    n_layers = len(weights)
+    heaviest = np.full((n + 1, n_layers + 1), np.inf)
+    heaviest[0, 0] = 0.0
+    cut = np.zeros((n + 1, n_layers + 1), dtype=int)
+    for run in range(1, n + 1):
+        for stop in range(run, n_layers + 1):
+            worst = np.maximum(heaviest[run - 1, :stop], prefix[stop] - prefix[:stop])
+            cut[run, stop] = int(worst.argmin())
+            heaviest[run, stop] = worst.min()
+    sizes, stop = [], n_layers
+    for run in range(n, 0, -1):
+        start = int(cut[run, stop])
+        sizes.append(stop - start)
+        stop = start
+    return sizes[::-1]

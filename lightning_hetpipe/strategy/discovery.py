@@ -1,0 +1,34 @@
+"""Finds the cluster: every rank reports the device that it has."""
+
+import os
+import platform
+import socket
+
+import torch
+
+from lightning_hetpipe.cluster import Cluster, Device
+from lightning_hetpipe.strategy.exchange import Exchange
+
+
+def find_cluster(exchange: Exchange, device: torch.device) -> Cluster:
+    """The cluster of all ranks, in rank order. Called on all ranks."""
+    hosts = [host for host, _ in exchange.gather((socket.gethostname(), None))]
+    mine = _describe(device, exchange.rank, hosts.count(hosts[exchange.rank]))
+    return Cluster("found", tuple(exchange.gather(mine)))
+
+
+def _describe(device: torch.device, rank: int, ranks_on_host: int) -> Device:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        model, memory_bytes = properties.name, properties.total_memory
+    else:
+        model = platform.processor() or platform.machine()
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_on_host
+    return Device(
+        name=f"{device.type}{rank}",
+        kind=device.type,
+        model=model,
+        host=socket.gethostname(),
+        memory_bytes=memory_bytes,
+        threads=torch.get_num_threads(),
+    )

@@ -1,0 +1,162 @@
+"""What the user asks the strategy for, read and checked before anything is started."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_hetpipe.cluster import Cluster
+from lightning_hetpipe.errors import ClusterError, PlanError
+from lightning_hetpipe.plans import SCHEDULES, Plan
+from lightning_hetpipe.profiles import Profile
+from lightning_hetpipe.shipped import conf_dir
+
+Norm = Literal["keep", "deferred", "sync", "group", "freeze"]
+LossReduction = Literal["mean", "sum"]
+StartMethod = Literal["popen", "fork", "spawn"]
+_CHOICES = {
+    "schedule": ("auto", *SCHEDULES),
+    "norm": ("keep", "deferred", "sync", "group", "freeze"),
+    "loss_reduction": ("mean", "sum"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The strategy's arguments as values: files are read, choices are known.
+
+    Attributes:
+        cluster: None where it is to be found at start.
+        plan, profile: None where they are to be made.
+        micro_batch: None where the planner chooses.
+        blocks: Name of a sequence of blocks, for modules that do not trace.
+    """
+
+    cluster: Cluster | None
+    plan: Plan | None
+    profile: Profile | None
+    module: str
+    micro_batch: int | None
+    schedule: str
+    merge: str | tuple[tuple[str, ...], ...]
+    norm: Norm
+    loss_reduction: str
+    timeout_s: float
+    run_dir: Path | None
+    blocks: str | None
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise PlanError(f"{name}={getattr(self, name)!r} is unknown; known are {', '.join(choices)}")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise PlanError(f"micro_batch={self.micro_batch} was asked for: give at least 1, or 'auto'")
+        if self.timeout_s <= 0:
+            raise PlanError(f"timeout_s={self.timeout_s} was asked for: give seconds > 0")
+        if self.plan is not None and self.cluster is not None:
+            _check_same_cluster(self.plan.cluster, self.cluster)
+
+    @property
+    def known_cluster(self) -> Cluster | None:
+        """The cluster as far as it is known before the start: a plan brings its own."""
+        return self.plan.cluster if self.plan is not None else self.cluster
+
+    def check_world(self, world_size: int) -> None:
+        """Refuses a number of processes that the cluster does not have.
+
+        Raises:
+            ClusterError: They differ.
+        """
+        cluster = self.known_cluster
+        if cluster is not None and len(cluster.devices) != world_size:
+            names = ", ".join(device.name for device in cluster.devices)
+            raise ClusterError(
+                f"cluster {cluster.name!r} has {len(cluster.devices)} devices ({names}), but {world_size} "
+                f"processes were asked for. Say Trainer(devices={len(cluster.devices)}), or use a cluster "
+                "of that size."
+            )
+
+
+def read_cluster(cluster: Cluster | Mapping[str, Any] | str | Path | None) -> Cluster | None:
+    """A cluster from a value, a mapping, a YAML file, or the name of a shipped one.
+
+    Raises:
+        ClusterError: It cannot be read or contradicts itself.
+    """
+    if cluster is None or isinstance(cluster, Cluster):
+        return cluster
+    if isinstance(cluster, Mapping):
+        return Cluster.from_mapping(cluster)
+    path = Path(cluster)
+    if not path.suffix and not path.exists():
+        shipped = conf_dir() / "cluster" / f"{path}.yaml"
+        if not shipped.exists():
+            known = sorted(file.stem for file in shipped.parent.glob("*.yaml"))
+            raise ClusterError(
+                f"cluster {str(cluster)!r} is neither a file nor a shipped one; shipped are "
+                f"{', '.join(known)}"
+            )
+        path = shipped
+    return Cluster.from_yaml(path)
+
+
+def read_plan(plan: Plan | str | Path | None) -> Plan | None:
+    """A plan from a value or a file.
+
+    Raises:
+        PlanError: It cannot be read or contradicts itself.
+    """
+    return plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+
+
+def read_profile(profile: Profile | str | Path | None) -> Profile | None:
+    """A profile from a value or a file.
+
+    Raises:
+        ProfileError: It cannot be read.
+    """
+    return profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
+
+
+def read_micro_batch(micro_batch: int | str) -> int | None:
+    """A number of samples, or None for ``auto``.
+
+    Raises:
+        PlanError: It is neither.
+    """
+    if micro_batch == "auto":
+        return None
+    try:
+        return int(micro_batch)
+    except ValueError:
+        raise PlanError(f"micro_batch={micro_batch!r} is neither a number of samples nor 'auto'") from None
+
+
+def read_merge(merge: str | Sequence[Sequence[str]]) -> str | tuple[tuple[str, ...], ...]:
+    """``auto``, ``never``, or groups of device names.
+
+    Raises:
+        PlanError: It is another word.
+    """
+    if isinstance(merge, str):
+        if merge not in ("auto", "never"):
+            raise PlanError(f"merge={merge!r} is unknown: give 'auto', 'never', or lists of device names")
+        return merge
+    return tuple(tuple(group) for group in merge)
+
+
+def _check_same_cluster(planned: Cluster, given: Cluster) -> None:
+    ours = {device.name: device for device in given.devices}
+    for device in planned.devices:
+        if ours.get(device.name) != device:
+            what = "does not have" if device.name not in ours else "describes differently"
+            raise PlanError(
+                f"the plan was made for another cluster: it uses device {device.name!r}, which cluster "
+                f"{given.name!r} {what}. Make a new plan, or leave cluster= out."
+            )
+    if len(ours) != len(planned.devices):
+        missing = sorted(set(ours) - {device.name for device in planned.devices})
+        raise PlanError(
+            f"the plan was made for another cluster: cluster {given.name!r} also has {', '.join(missing)}. "
+            "Make a new plan, or leave cluster= out."
+        )

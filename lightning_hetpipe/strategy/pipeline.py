@@ -1,0 +1,276 @@
+"""The pipeline of one run, as the strategy uses it: a training step, an evaluation step, a led hook.
+
+rank 0                                   other ranks
+user code ── module call ──► TRAIN  ──►  their stages' actions
+user code ── module call ──► FORWARD ─►  their stages' actions       as often as it is called
+user code ends ────────────► END    ──►  logs, outputs               or the error, on every rank
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_hetpipe.engine.control import Message
+from lightning_hetpipe.engine.runtime import Context
+from lightning_hetpipe.engine.session import Engine, sample_weights
+from lightning_hetpipe.errors import RankFailedError, StepError
+from lightning_hetpipe.plans import Plan
+from lightning_hetpipe.stage.batchnorm import commit_all
+from lightning_hetpipe.strategy.batch import count_samples, cut, join
+from lightning_hetpipe.strategy.data import AbsentBatch
+from lightning_hetpipe.strategy.exchange import Exchange, describe, unwrap
+from lightning_hetpipe.strategy.gradients import Stash
+from lightning_hetpipe.strategy.logs import LogCall, LogRecorder, merge, replay
+from lightning_hetpipe.strategy.mirror import Mirrors, uncached
+from lightning_hetpipe.strategy.readers import ForwardReader, TrainingReader
+from lightning_hetpipe.strategy.steps import ModuleCall, StandIn
+from lightning_hetpipe.timeline import Timeline
+from lightning_hetpipe.tracing import Signature, TensorSpec, Traced, signature_of
+
+Specs = dict[str, TensorSpec]
+
+
+class Operation(IntEnum):
+    """What rank 0's next message is about."""
+
+    TRAIN = 1
+    FORWARD = 2
+    END = 3
+
+
+class Pipeline:
+    """Runs user code on rank 0 and the stages on all ranks.
+
+    Args:
+        module: The LightningModule, partitioned.
+        stand_in: In place of the pipelined submodule.
+        engine: With the plan installed.
+        loss_reduction: ``mean`` or ``sum``.
+        context: Entered around every forward (autocast).
+        commit: Whether BatchNorm's running statistics are updated once per batch, at its end.
+        at_close: Undoes the set-up; told whether weights are to be whole again.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        stand_in: StandIn,
+        traced: Traced,
+        plan: Plan,
+        engine: Engine,
+        exchange: Exchange,
+        *,
+        loss_reduction: str,
+        context: Context,
+        commit: bool,
+        at_close: Callable[[bool], None],
+    ) -> None:
+        self.module, self.plan, self.engine = module, plan, engine
+        self._stand_in, self._traced, self._exchange = stand_in, traced, exchange
+        self._loss_reduction, self._context = loss_reduction, context
+        self._commit, self._at_close = commit, at_close
+        self._recorder = LogRecorder(module)
+        self._mirrors = Mirrors(module, self.lead)
+        self._signatures: list[tuple[tuple[int, Signature], ...]] = []
+        self._depth = 0
+
+    @property
+    def leading(self) -> bool:
+        """Whether rank 0 runs user code now, while the other ranks serve it."""
+        return self._depth > 0
+
+    # Training
+
+    def train(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], factor: float, *, free_previous: bool
+    ) -> Any:
+        """One training step on all ranks.
+
+        Args:
+            args, kwargs: Of ``training_step``; the batch comes first.
+            factor: What the gradient that arrives at the returned loss will be.
+            free_previous: Whether gradients from before may be dropped at once.
+
+        Returns:
+            The loss, or a dict with it; its backward installs the gradients.
+        """
+        batch = _batch_of(args, kwargs)
+        stash = Stash(self.module.parameters())
+        with stash.collect(free_previous=free_previous):
+            if self._exchange.leads:
+                outcome = self._lead(lambda: self._run_training(args, kwargs, factor), batch)
+            else:
+                outcome = self._follow(batch)
+        if self._commit:
+            commit_all(self.module)
+        loss, extra, logs = outcome
+        replay(self.module, logs, self._mirrors)
+        installing = stash.as_loss(loss.to(self.engine.device), factor)
+        return installing if extra is None else {"loss": installing, **extra}
+
+    def _run_training(self, args: tuple[Any, ...], kwargs: dict[str, Any], factor: float) -> Any:
+        batch = _batch_of(args, kwargs)
+        sizes = self.plan.slices(count_samples(batch))
+
+        def step(part: Any) -> Any:
+            if args:
+                return self.module.training_step(part, *args[1:], **kwargs)
+            return self.module.training_step(
+                **{key: part if value is batch else value for key, value in kwargs.items()}
+            )
+
+        reader = TrainingReader(
+            self._stand_in, self._traced.bind, self._recorder, step, "training_step", batch, sizes, factor
+        )
+        try:
+            with self._context():
+                firsts = {size: reader.start(sizes.index(size)) for size in dict.fromkeys(sizes)}
+            specs = self._announce(Operation.TRAIN, sizes, firsts)
+            self.engine.train_step(specs, weights=self._weights(sizes), reader=reader)
+        finally:
+            reader.abandon()
+        return reader.outcome(self._weights(sizes))
+
+    def _weights(self, sizes: Sequence[int]) -> tuple[float, ...]:
+        return sample_weights(sizes) if self._loss_reduction == "mean" else (1.0,) * len(sizes)
+
+    # Evaluation steps and led hooks
+
+    def evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an evaluation step on rank 0, its module calls on all ranks; gives its result to all."""
+        return self.lead(lambda: step(*args, **kwargs), _batch_of(args, kwargs))
+
+    def lead(self, work: Callable[[], Any], batch: Any = None) -> Any:
+        """Runs user code on rank 0; what it logs, returns or raises is the same on every rank.
+
+        Args:
+            batch: The one that the code is about, if it is.
+        """
+        if self.leading:
+            return work()
+        if not self._exchange.leads:
+            result, logs = self._follow(batch)
+        else:
+            result, logs = self._lead(lambda: self._run_alone(work, batch), batch)
+        replay(self.module, logs, self._mirrors)
+        return result
+
+    def _run_alone(self, work: Callable[[], Any], batch: Any) -> tuple[Any, list[LogCall]]:
+        with self._recorder.active(), self._stand_in.answered_by(self._forward):
+            try:
+                result = work()
+            finally:
+                calls = self._recorder.take()
+        return result, merge([calls], [_size_of(batch)])
+
+    def _lead(self, work: Callable[[], Any], batch: Any) -> Any:
+        """Runs what only rank 0 runs, and tells the others how it ended."""
+        self._depth += 1
+        try:
+            with uncached(self.module.trainer):
+                outcome = work()
+        except RankFailedError:
+            raise
+        except Exception as error:
+            self._end(("error", describe(error)), batch)
+            raise
+        finally:
+            self._depth -= 1
+        self._end(("value", outcome), batch)
+        return outcome
+
+    def lead_hook(self, work: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+        """`lead` for a hook of the LightningModule."""
+        return self.lead(work, next((each for each in args if isinstance(each, AbsentBatch)), None))
+
+    def _forward(self, call: ModuleCall) -> Any:
+        """Answers a module call of rank 0: in slices, forward only, by all ranks."""
+        arguments = (call.args, call.kwargs)
+        n_rows = count_samples(arguments)
+        sizes = self.plan.slices(n_rows)
+        bounds = [sum(sizes[:m]) for m in range(len(sizes) + 1)]
+        inputs = [self._traced.bind(*cut(arguments, n_rows, start, stop)) for start, stop in pairwise(bounds)]
+        firsts = {size: inputs[sizes.index(size)] for size in dict.fromkeys(sizes)}
+        reader = ForwardReader(inputs)
+        self.engine.forward(self._announce(Operation.FORWARD, sizes, firsts), reader=reader)
+        return join(reader.outputs, sizes)
+
+    # What is said between ranks
+
+    def _announce(
+        self, operation: Operation, sizes: Sequence[int], firsts: Mapping[int, Mapping[str, Tensor]]
+    ) -> list[Specs]:
+        """Tells all ranks what to run: how many samples, and which shapes (in full the first time only)."""
+        signature = tuple((size, signature_of(inputs)) for size, inputs in firsts.items())
+        known = signature in self._signatures
+        if not known:
+            self._signatures.append(signature)
+        numbers = (sum(sizes), self._signatures.index(signature))
+        self.engine.control.share(Message(operation, numbers, object=None if known else signature))
+        return self._specs(operation, sizes, signature)
+
+    def _specs(
+        self, operation: int, sizes: Sequence[int], signature: tuple[tuple[int, Signature], ...]
+    ) -> list[Specs]:
+        trainable = None if operation == Operation.TRAIN else ()
+        by_size = {
+            size: self._traced.shapes(dict(inputs), trainable, context=self._context())
+            for size, inputs in signature
+        }
+        return [by_size[size] for size in sizes]
+
+    def _follow(self, batch: Any) -> Any:
+        """Takes part in what rank 0 announces until its user code ends."""
+        while True:
+            message = self.engine.control.share()
+            if message.operation == Operation.END:
+                outcome, should_stop, n_samples = message.object
+                if isinstance(batch, AbsentBatch):
+                    batch.n_samples = n_samples
+                self.module.trainer.should_stop |= should_stop
+                return unwrap(outcome)
+            n_samples, number = message.integers
+            if message.object is not None:
+                self._signatures.append(message.object)
+            sizes = self.plan.slices(n_samples)
+            specs = self._specs(message.operation, sizes, self._signatures[number])
+            if message.operation == Operation.TRAIN:
+                self.engine.train_step(specs, weights=self._weights(sizes))
+            else:
+                self.engine.forward(specs)
+
+    def _end(self, outcome: Any, batch: Any) -> None:
+        if self._exchange.world_size > 1:
+            stop = bool(self.module.trainer.should_stop)
+            ended = (_to_cpu(outcome), stop, _size_of(batch))
+            self.engine.control.share(Message(Operation.END, object=ended))
+
+    def gather_timeline(self) -> Timeline | None:
+        """The last training step on all ranks, on every rank."""
+        timeline: Timeline | None = self._exchange.broadcast(self.engine.gather_timeline())
+        return timeline
+
+    def close(self, *, whole: bool) -> None:
+        """Ends the run: the module is as it was, with whole weights unless the run was interrupted."""
+        self._stand_in.remove()
+        self._at_close(whole)
+
+
+def _batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The batch is a step's first argument."""
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+def _size_of(batch: Any) -> int:
+    try:
+        return count_samples(batch)
+    except StepError:
+        return 1
+
+
+def _to_cpu(value: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, value)

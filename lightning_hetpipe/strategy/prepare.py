@@ -1,0 +1,222 @@
+"""From an unmodified LightningModule to a running pipeline: peek, trace, measure, plan, cut.
+
+rank 0   run the user's step up to the module call ──► its arguments ──► every rank
+all      trace ── measure own device ──► rank 0
+rank 0   plan ──► every rank
+all      keep own tensors, build own stage
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_hetpipe.engine.emulate import Emulator
+from lightning_hetpipe.engine.runtime import SharedGradients
+from lightning_hetpipe.engine.session import Engine
+from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.plans import Plan
+from lightning_hetpipe.schedule import make_schedule
+from lightning_hetpipe.schedule.action import Schedule
+from lightning_hetpipe.stage.norm import convert_norm, small_batch_advice
+from lightning_hetpipe.strategy import hooks, norms
+from lightning_hetpipe.strategy.capture import Capture, Captured
+from lightning_hetpipe.strategy.clipping import install_clipping, warn_of_own_clipping
+from lightning_hetpipe.strategy.exchange import Exchange
+from lightning_hetpipe.strategy.mirror import keep_local
+from lightning_hetpipe.strategy.options import Options
+from lightning_hetpipe.strategy.partition import (
+    OwnerMap,
+    borrowed_parameters,
+    copies_of,
+    gather,
+    partition,
+)
+from lightning_hetpipe.strategy.pipeline import Pipeline
+from lightning_hetpipe.strategy.pipelined import find_pipelined
+from lightning_hetpipe.strategy.planning import choose_plan
+from lightning_hetpipe.strategy.precision import prepare_precision
+from lightning_hetpipe.strategy.steps import StandIn
+from lightning_hetpipe.tracing import Traced, trace
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has on this rank before the module is looked at.
+
+    Attributes:
+        module: The LightningModule.
+        callbacks: The Trainer's; they may keep copies of the module.
+        precision: The Trainer's precision plugin.
+        group: All ranks, for what the weights need; None where there is one rank.
+    """
+
+    module: Any
+    callbacks: list[Any]
+    precision: Any
+    options: Options
+    engine: Engine
+    exchange: Exchange
+    group: Any
+    is_overridden: Callable[[str, Any], bool]
+
+
+def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
+    """Makes the pipeline of a run. Called on all ranks; only rank 0 captures.
+
+    Args:
+        plan: One to use; None to make one.
+
+    Raises:
+        HetPipeError: The module cannot be traced, no plan fits, or the plan is another model's.
+    """
+    name, pipelined = find_pipelined(run.module, run.options.module)
+    convert_norm(pipelined, run.options.norm)
+    stand_in = StandIn(pipelined, _label(run.module, name))
+    captured: Captured = run.exchange.lead(lambda: capture(stand_in))
+    traced = _trace(run, pipelined, captured)
+    context = run.precision.forward_context
+    plan = choose_plan(run.options, run.engine, run.exchange, traced, captured, context, plan)
+    _say(run, pipelined, plan)
+    run.engine.cluster = plan.cluster
+    run.engine.emulator = Emulator(plan.cluster.devices[run.exchange.rank])
+    owners = _owners(run.module, name, traced, plan)
+    copies = list(copies_of(run.module, run.callbacks))
+    for each in (run.module, *copies):
+        partition(each, owners, run.exchange.rank, run.group, run.engine.device)
+    prepare_precision(run.precision, run.engine.device, run.group)
+    _install(run, traced, plan, owners)
+    restore_clipping = install_clipping(
+        run.precision, run.group, borrowed_parameters(run.module, owners, run.exchange.rank)
+    )
+    warn_of_own_clipping(run.module)
+    keep_local(run.module)
+
+    def at_close(whole: bool) -> None:
+        hooks.remove(run.module)
+        norms.remove(run.module)
+        restore_clipping()
+        if run.options.norm != "group":
+            convert_norm(pipelined, "keep")
+        run.engine.emulator.lift_memory_limit()
+        if whole:
+            for each in (run.module, *copies):
+                gather(each, owners, run.exchange.rank, run.group)
+
+    run.engine.limit_memory(_held_bytes(run.module))
+    pipeline = Pipeline(
+        run.module,
+        stand_in,
+        traced,
+        plan,
+        run.engine,
+        run.exchange,
+        loss_reduction=run.options.loss_reduction,
+        context=context,
+        commit=run.options.norm == "deferred",
+        at_close=at_close,
+    )
+    stand_in.install()
+    hooks.install(run.module, pipeline.lead_hook, run.is_overridden)
+    norms.install(run.module, run.exchange, run.is_overridden)
+    return pipeline
+
+
+def _say(run: Run, pipelined: Any, plan: Plan) -> None:
+    """Shows the plan, and what it means for BatchNorm."""
+    rank_zero_info(f"{plan.table()}\nwhy: {plan.why()}")
+    advice = small_batch_advice(pipelined, plan.micro_batch)
+    if advice is not None and run.exchange.leads:
+        log.warning(advice)
+
+
+def _label(module: Any, name: str) -> str:
+    return f"{type(module).__name__}.{name}" if name else type(module).__name__
+
+
+def _trace(run: Run, pipelined: Any, captured: Captured) -> Traced:
+    """The module as layers, equal on all ranks."""
+    made: list[Traced] = []
+
+    def work() -> str:
+        args, kwargs = captured.arguments(torch.device("cpu"))
+        with run.precision.forward_context():
+            made.append(trace(pipelined, args, kwargs, run.options.blocks))
+        return made[0].graph.fingerprint
+
+    fingerprints = run.exchange.agree(work)
+    if len(set(fingerprints)) > 1:
+        raise PlanError(
+            f"the ranks built different models (fingerprints {', '.join(fingerprints)}): every rank must "
+            "build the same module, whatever its device"
+        )
+    return made[0]
+
+
+def _owners(module: Any, name: str, traced: Traced, plan: Plan) -> OwnerMap:
+    holders = [
+        (traced.parameters_of(stage.start, stage.stop) | traced.buffers_of(stage.start, stage.stop), ranks)
+        for stage, ranks in zip(plan.stages, plan.ranks_of_stage)
+    ]
+    return OwnerMap.of_stages(module, name, holders)
+
+
+def _install(run: Run, traced: Traced, plan: Plan, owners: OwnerMap) -> None:
+    """Builds this rank's stages and connects it with the others."""
+    routes = plan.routes(traced.graph)
+    rank = run.exchange.rank
+    stages = {
+        index: traced.stage(stage.start, stage.stop, run.engine.device)
+        for index, (stage, ranks) in enumerate(zip(plan.stages, plan.ranks_of_stage))
+        if rank in ranks
+    }
+    stage_of_rank = {ranks[0]: index for index, ranks in enumerate(plan.ranks_of_stage)}
+    names_of = _shared_names(run.module, owners)
+    shared = [
+        SharedGradients(stage_of_rank[rank], ranks, tuple(run.module.get_parameter(each) for each in names))
+        for ranks, names in names_of.items()
+        if rank in ranks
+    ]
+    reducing = sorted({stage_of_rank[each] for ranks in names_of for each in ranks})
+
+    def make(n_micro_batches: int, training: bool) -> Schedule:
+        return make_schedule(
+            plan.schedule,
+            ranks_of_stage=plan.ranks_of_stage,
+            n_ranks=run.exchange.world_size,
+            n_micro_batches=n_micro_batches,
+            in_flight=plan.in_flight,
+            routes=routes,
+            reduce=reducing if training else (),
+            training=training,
+        )
+
+    run.engine.install(
+        make,
+        routes,
+        plan.ranks_of_stage,
+        stages,
+        context=run.precision.forward_context,
+        shared=shared,
+        owners=list(names_of),
+    )
+
+
+def _held_bytes(module: Any) -> int:
+    tensors = (*module.parameters(), *module.buffers())
+    return sum(each.numel() * each.element_size() for each in tensors if not each.is_meta)
+
+
+def _shared_names(module: Any, owners: OwnerMap) -> dict[tuple[int, ...], list[str]]:
+    """Trainable parameters that several ranks hold, by those ranks; a tied one under its first name."""
+    shared: dict[tuple[int, ...], list[str]] = {}
+    for name, parameter in module.named_parameters():
+        ranks = owners.of(name)
+        if len(ranks) > 1 and parameter.requires_grad:
+            shared.setdefault(tuple(sorted(ranks)), []).append(name)
+    return shared

@@ -1,0 +1,50 @@
+"""The strategy's collectives: what Lightning and user code ask of all ranks at once."""
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_hetpipe.strategy.exchange import Exchange
+from lightning_hetpipe.strategy.saving import Saving
+
+
+class Together(Saving):
+    """Asks all ranks; while rank 0 runs user code alone, it asks itself, as a single device would.
+
+    Combined with the ParallelStrategy of one Lightning namespace.
+    """
+
+    _exchange: Exchange | None
+
+    @property
+    def exchange(self) -> Exchange:
+        assert self._exchange is not None, "setup_environment has not run"
+        return self._exchange
+
+    @property
+    def _alone(self) -> bool:
+        return self.world_size == 1 or self._runs_user_code_alone()
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The tensor itself: all ranks of the one replica hold the same value."""
+        return tensor
+
+    def barrier(self, name: str | None = None) -> None:
+        if not self._alone and self._exchange is not None and not self._is_interrupted():
+            self._exchange.gather(None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self._alone or self._exchange is None:
+            return obj
+        if src == 0:
+            return self._exchange.broadcast(obj)
+        return self._exchange.gather(obj)[src]
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return tensor if self._alone else super().all_gather(tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._alone:
+            return bool(decision)
+        decisions = self.exchange.gather(bool(decision))
+        return (False not in decisions) if all else (True in decisions)

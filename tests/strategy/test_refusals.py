@@ -1,0 +1,140 @@
+"""Wrong input is one clear error, before any process is started."""
+
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+import lightning_hetpipe as hp
+from lightning_hetpipe.errors import ClusterError, GraphError, PlanError, UnsupportedError
+from tests.helpers.pipelines import QUIET, Classifier, hand_plan, loader, pipeline, trainer
+
+pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
+TWO = {"name": "pair", "devices": [{"name": "a", "speed": 0.5}, {"name": "b", "speed": 0.5}]}
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    started: list[str] = []
+    start = multiprocessing.Process.start
+    monkeypatch.setattr(
+        multiprocessing.Process, "start", lambda self: (started.append(self.name), start(self))
+    )
+    yield
+    assert not started
+
+
+class _Manual(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class _Iterates(Classifier):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return None
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(_Manual, "uses manual optimisation"), (_Iterates, r"_Iterates.training_step takes dataloader_iter")],
+)
+def test_modules_that_drive_the_loop_themselves(kind: type[Classifier], message: str) -> None:
+    module = kind()
+    with pytest.raises(UnsupportedError, match=message):
+        trainer(pipeline(module, 2), 2).fit(module, loader())
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        L.pytorch.callbacks.StochasticWeightAveraging(1e-2),
+        L.pytorch.callbacks.ModelPruning("l1_unstructured"),
+        L.pytorch.callbacks.BackboneFinetuning(),
+    ],
+    ids=lambda callback: type(callback).__name__,
+)
+def test_callbacks_that_need_the_whole_model(callback: L.Callback) -> None:
+    module = Classifier()
+    with pytest.raises(UnsupportedError, match=f"{type(callback).__name__} cannot work in a pipeline"):
+        trainer(pipeline(module, 2), 2, callbacks=[callback]).fit(module, loader())
+
+
+def test_a_cluster_of_another_size() -> None:
+    module = Classifier()
+    strategy = hp.HetPipeStrategy(TWO, start_method="fork")
+    with pytest.raises(ClusterError, match=r"has 2 devices \(a, b\), but 3 processes were asked for"):
+        trainer(strategy, 3).fit(module, loader())
+
+
+def test_a_plan_for_another_cluster() -> None:
+    plan = hand_plan(Classifier().net, (torch.zeros(16, 8, dtype=torch.float64),), 2)
+    with pytest.raises(PlanError, match="made for another cluster: it uses device 'd0'"):
+        hp.HetPipeStrategy(TWO, plan=plan)
+
+
+def test_a_submodule_that_is_not_there() -> None:
+    module = Classifier()
+    with pytest.raises(GraphError, match=r"module='nett' was asked for.*children are net"):
+        trainer(pipeline(module, 2, module="nett"), 2).fit(module, loader())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"cluster": "lab44"}, ClusterError, "neither a file nor a shipped one; shipped are .*lab4"),
+        ({"cluster": {"devices": [{"name": "a", "speed": 2}]}}, ClusterError, "emulated speed of 2"),
+        ({"plan": "nowhere.json"}, PlanError, "nowhere.json cannot be read"),
+        ({"schedule": "zigzag"}, PlanError, "schedule='zigzag' is unknown; known are auto, gpipe, 1f1b"),
+        ({"norm": "batch"}, PlanError, "norm='batch' is unknown"),
+        ({"loss_reduction": "median"}, PlanError, "loss_reduction='median' is unknown"),
+        ({"micro_batch": 0}, PlanError, "micro_batch=0 was asked for"),
+        ({"micro_batch": "some"}, PlanError, "neither a number of samples nor 'auto'"),
+        ({"merge": "maybe"}, PlanError, "merge='maybe' is unknown"),
+        ({"start_method": "thread"}, ValueError, "start_method='thread' is unknown"),
+        ({"timeout_s": 0}, PlanError, "timeout_s=0 was asked for"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_options_that_mean_nothing(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        hp.HetPipeStrategy(**options)
+
+
+def test_shipped_clusters_are_known_by_name() -> None:
+    cluster = hp.HetPipeStrategy("lab4").options.cluster
+    assert cluster is not None
+    assert len(cluster.devices) == 4
+
+
+def test_several_nodes_without_a_launcher_for_them() -> None:
+    with pytest.raises(UnsupportedError, match="start the script with torchrun or SLURM"):
+        trainer(hp.HetPipeStrategy(), 2, num_nodes=2)
+
+
+def test_an_optimizer_that_evaluates_the_step_itself() -> None:
+    class Searches(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    module = Searches()
+    with pytest.raises(UnsupportedError, match="LBFGS cannot work in a pipeline"):
+        trainer(pipeline(module, 1)).fit(module, loader())
+
+
+def test_a_plan_for_another_model() -> None:
+    plan = hand_plan(nn.Sequential(nn.Linear(8, 4).double()), (torch.zeros(16, 8, dtype=torch.float64),), 1)
+    module = Classifier()
+    with pytest.raises(PlanError, match="made for another model"):
+        trainer(hp.HetPipeStrategy(plan=plan)).fit(module, loader())
+
+
+def test_a_batch_without_tensors(tmp_path: Path) -> None:
+    module = Classifier()
+    with pytest.raises(hp.HetPipeError, match="holds no tensor with a first dimension"):
+        trainer(pipeline(module, 1)).fit(module, [["a", "b"]])
