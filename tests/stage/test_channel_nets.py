@@ -51,11 +51,11 @@ def _vit() -> nn.Module:
 
 # network -> how it is made, its image size, the shares it is tried with
 NETS = {
-    "resnet18": (lambda: torchvision.models.resnet18(num_classes=5), 64, (5, 2, 1)),
-    "bottlenecks": (_bottlenecks, 64, (7, 1)),
+    "resnet18": (lambda: torchvision.models.resnet18(num_classes=5), 40, (5, 2, 1)),
+    "bottlenecks": (_bottlenecks, 40, (7, 1)),
     "vgg11_bn": (_vgg, 32, (5, 2, 1)),
-    "mobilenet_v2": (_mobilenet, 64, (7, 1)),
-    "efficientnet_b0": (_efficientnet, 64, (1, 1)),
+    "mobilenet_v2": (_mobilenet, 40, (7, 1)),
+    "efficientnet_b0": (_efficientnet, 40, (1, 1)),
     "group_norm_resnet": (_group_norm_resnet, 32, (5, 2, 1)),
     "vit": (_vit, 16, (5, 2, 1)),
 }
