@@ -1,0 +1,92 @@
+"""One stage held whole by several members, each of which runs a share of the samples.
+
+    micro-batch  [ . . . . . . . . ]   5:2:1     member 0 [ . . . . . ]  1 [ . . ]  2 [ . ]
+
+The gradient of an output row is what the next stage sends for that row, so that the gradient of a
+parameter is the plain sum over the members, reduced once per step. Where each member makes a mean loss of
+its own, its weight is ``n_i / n``: `sample_weight`. Statistics of BatchNorm are per member under
+``norm="keep"`` and those of all samples under ``norm="sync"``.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from lightning_hetpipe.stage.shares import bounds_of, largest_remainder
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def sample_bounds(n_samples: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """Rows of a micro-batch by shares; a member may get none of a ragged one.
+
+    >>> sample_bounds(8, (5, 2, 1)), sample_bounds(1, (5, 2, 1))
+    ((0, 5, 7, 8), (0, 1, 1, 1))
+    """
+    return bounds_of(largest_remainder(n_samples, shares))
+
+
+def sample_weight(bounds: Sequence[int], member: int) -> float:
+    """The weight of a member's mean loss, so that the group's sum is the mean over all samples."""
+    return (bounds[member + 1] - bounds[member]) / bounds[-1] if bounds[-1] else 0.0
+
+
+def take_samples(values: Mapping[str, Tensor], bounds: Sequence[int], member: int) -> dict[str, Tensor]:
+    """A member's rows, as views; a value that does not have all rows is the same for every sample."""
+    start, stop = bounds[member], bounds[member + 1]
+    return {
+        name: value[start:stop] if value.ndim and value.shape[0] == bounds[-1] else value
+        for name, value in values.items()
+    }
+
+
+def join_samples(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Every value of the members' rows, in order; members without samples give empty rows, or nothing."""
+    names = list(next(part for part in parts if part))
+    return {name: torch.cat([part[name] for part in parts if name in part]) for name in names}
+
+
+def reduce_gradients(
+    parameters: Iterable[nn.Parameter],
+    group: ProcessGroup,
+    weight: float = 1.0,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> None:
+    """Replaces every gradient by the sum over the members of ``weight`` times theirs.
+
+    Args:
+        parameters: Equal, and in equal order, on every member; those that need no gradient are left
+            alone. A member whose samples gave none contributes zeros, and ends up with the sum.
+        group: The members.
+        weight: Of this member.
+        bucket_bytes: Gradients of one dtype and device are reduced together up to this size.
+    """
+    for bucket in _buckets((p for p in parameters if p.requires_grad), bucket_bytes):
+        flat = torch.cat(
+            [
+                torch.zeros_like(p).view(-1) if p.grad is None else p.grad.detach().reshape(-1) * weight
+                for p in bucket
+            ]
+        )
+        dist.all_reduce(flat, group=group)
+        parts: tuple[Tensor, ...] = torch.split(flat, [p.numel() for p in bucket])
+        for parameter, part in zip(bucket, parts):
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(part.view_as(parameter))
+
+
+def _buckets(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Parameters that are reduced together, in the order in which they come."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        key = parameter.dtype, parameter.device
+        bucket = open_buckets.setdefault(key, [])
+        if bucket and sum(p.nbytes for p in bucket) + parameter.nbytes > bucket_bytes:
+            yield open_buckets.pop(key)
+            bucket = open_buckets.setdefault(key, [])
+        bucket.append(parameter)
+    yield from open_buckets.values()
