@@ -5,16 +5,16 @@
 The gradient of an output row is what the next stage sends for that row, so that the gradient of a
 parameter is the plain sum over the members, reduced once per step. Where each member makes a mean loss of
 its own, its weight is ``n_i / n``: `sample_weight`. Statistics of BatchNorm are per member under
-``norm="keep"`` and those of all samples under ``norm="sync"``.
+``norm="keep"``, and after every step all members have the first one's running statistics; under
+``norm="sync"`` and ``"deferred"`` these are those of all samples.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
+from lightning_hetpipe.stage.members import Members
 from lightning_hetpipe.stage.shares import bounds_of, largest_remainder
 
 BUCKET_BYTES = 25 * 2**20
@@ -51,7 +51,7 @@ def join_samples(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def reduce_gradients(
     parameters: Iterable[nn.Parameter],
-    group: ProcessGroup,
+    group: Members,
     weight: float = 1.0,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
@@ -59,24 +59,39 @@ def reduce_gradients(
 
     Args:
         parameters: Equal, and in equal order, on every member; those that need no gradient are left
-            alone. A member whose samples gave none contributes zeros, and ends up with the sum.
+            alone. A member whose samples gave none contributes zeros, and ends up with the sum; where
+            no member has a gradient, none comes to be.
         group: The members.
         weight: Of this member.
         bucket_bytes: Gradients of one dtype and device are reduced together up to this size.
     """
     for bucket in _buckets((p for p in parameters if p.requires_grad), bucket_bytes):
+        present = bucket[0].new_tensor([float(p.grad is not None) for p in bucket])
         flat = torch.cat(
             [
-                torch.zeros_like(p).view(-1) if p.grad is None else p.grad.detach().reshape(-1) * weight
-                for p in bucket
+                *(
+                    torch.zeros_like(p).view(-1) if p.grad is None else p.grad.detach().reshape(-1) * weight
+                    for p in bucket
+                ),
+                present,
             ]
         )
-        dist.all_reduce(flat, group=group)
-        parts: tuple[Tensor, ...] = torch.split(flat, [p.numel() for p in bucket])
-        for parameter, part in zip(bucket, parts):
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(part.view_as(parameter))
+        group.allreduce([flat]).wait()
+        *parts, present = torch.split(flat, [*(p.numel() for p in bucket), len(bucket)])
+        for parameter, part, holders in zip(bucket, parts, present.tolist()):
+            if holders:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(part.view_as(parameter))
+
+
+def share_buffers(buffers: Iterable[Tensor], group: Members) -> None:
+    """Gives every member the first one's values; equal, and in equal order, on every member."""
+    for buffer in buffers:
+        value = buffer.contiguous()
+        group.broadcast(value, 0).wait()
+        if value is not buffer:
+            buffer.copy_(value)
 
 
 def _buckets(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:

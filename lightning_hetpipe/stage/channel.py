@@ -20,9 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed import ProcessGroup
 
 from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.stage import collective
@@ -30,6 +28,7 @@ from lightning_hetpipe.stage.analyse import StageLayout, mutates
 from lightning_hetpipe.stage.consolidate import shard_
 from lightning_hetpipe.stage.kernels import Kernel, Member, seed_streams, with_own_randomness
 from lightning_hetpipe.stage.layout import Conversion, Form
+from lightning_hetpipe.stage.members import Members
 from lightning_hetpipe.stage.shapes import Code, code_of
 
 Key = tuple[str, Form | None]  # a value in one of its forms; None where it is no tensor
@@ -79,16 +78,16 @@ class ChannelStage(nn.Module):
         forwards: Count of forwards, which moves the random stream; set it to repeat one (recompute).
     """
 
-    def __init__(self, stage: nn.Module, layout: StageLayout, group: ProcessGroup, seed: int = 0) -> None:
+    def __init__(self, stage: nn.Module, layout: StageLayout, group: Members, seed: int = 0) -> None:
         super().__init__()
-        if dist.get_world_size(group) != len(layout.shares):
+        if group.size() != len(layout.shares):
             raise PlanError(
-                f"a layout for {len(layout.shares)} members cannot run on {dist.get_world_size(group)}"
+                f"a layout for {len(layout.shares)} members cannot run on {group.size()}"
             )
         self.__dict__["stage"] = stage  # not a child: this module owns nothing
         self.code = code_of(stage)
         self.layout = layout
-        self.member = Member(dist.get_rank(group), group)
+        self.member = Member(group.rank(), group)
         self.seed = seed
         self.forwards = 0
         self._steps = _with_drops(_program(self.code, layout, self.member))

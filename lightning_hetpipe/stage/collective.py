@@ -19,9 +19,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+
+from lightning_hetpipe.stage.members import Members
 
 # Bytes of the whole tensor up to which one all-to-all gathers faster than one broadcast per shard
 # (gloo, 3 ranks at 5:2:1 on one host: equal near 256 KB, 25 against 11 ms at 8 MB).
@@ -30,50 +30,50 @@ SMALL_BYTES = 256 * 1024
 Bounds = tuple[int, ...]
 
 
-def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
+def copy_to_group(x: Tensor, group: Members) -> Tensor:
     """Replicated to copied: the value as it is; its gradient is summed over the members."""
     return _call(_Copy, x, group)
 
 
-def sum_over_group(x: Tensor, group: ProcessGroup) -> Tensor:
+def sum_over_group(x: Tensor, group: Members) -> Tensor:
     """Partial to replicated: the value is summed over the members; its gradient as it is."""
     return _call(_Sum, x, group)
 
 
-def gather_channels(x: Tensor, bounds: Bounds, dim: int, group: ProcessGroup) -> Tensor:
+def gather_channels(x: Tensor, bounds: Bounds, dim: int, group: Members) -> Tensor:
     """Sharded to copied: every member gets the whole; the gradients are summed and cut."""
     return _call(_Gather, x, bounds, dim, group)
 
 
-def gather_replicated(x: Tensor, bounds: Bounds, dim: int, group: ProcessGroup) -> Tensor:
+def gather_replicated(x: Tensor, bounds: Bounds, dim: int, group: Members) -> Tensor:
     """Sharded to replicated: every member gets the whole; each keeps its interval of the gradient."""
     return _call(_GatherReplicated, x, bounds, dim, group)
 
 
-def scatter_sum(x: Tensor, bounds: Bounds, dim: int, group: ProcessGroup) -> Tensor:
+def scatter_sum(x: Tensor, bounds: Bounds, dim: int, group: Members) -> Tensor:
     """Partial to sharded: the terms are summed and cut; the gradient is gathered."""
     return _call(_ScatterSum, x, bounds, dim, group)
 
 
-def slice_replicated(x: Tensor, bounds: Bounds, dim: int, group: ProcessGroup) -> Tensor:
+def slice_replicated(x: Tensor, bounds: Bounds, dim: int, group: Members) -> Tensor:
     """Replicated to sharded: each member keeps its interval; the gradient is gathered."""
     return _call(_Slice, x, bounds, dim, group)
 
 
-def slice_copied(x: Tensor, bounds: Bounds, dim: int, group: ProcessGroup) -> Tensor:
+def slice_copied(x: Tensor, bounds: Bounds, dim: int, group: Members) -> Tensor:
     """Copied to sharded: each member keeps its interval; its term of the gradient is zero elsewhere."""
-    return _interval(x, bounds, dim, dist.get_rank(group))
+    return _interval(x, bounds, dim, group.rank())
 
 
-def replicate_copied(x: Tensor, group: ProcessGroup) -> Tensor:
+def replicate_copied(x: Tensor, group: Members) -> Tensor:
     """Copied to replicated: the first member's gradient is the sum's only term."""
-    return _call(_Once, x, dist.get_rank(group) == 0)
+    return _call(_Once, x, group.rank() == 0)
 
 
-def all_gather(x: Tensor, bounds: Bounds, dim: int, group: ProcessGroup) -> Tensor:
+def all_gather(x: Tensor, bounds: Bounds, dim: int, group: Members) -> Tensor:
     """The whole tensor from everyone's interval; no gradient."""
     lengths = [stop - start for start, stop in pairwise(bounds)]
-    rank = dist.get_rank(group)
+    rank = group.rank()
     assert x.shape[dim] == lengths[rank], (
         f"member {rank} holds {tuple(x.shape)}, not {lengths[rank]} of {dim}"
     )
@@ -85,37 +85,32 @@ def all_gather(x: Tensor, bounds: Bounds, dim: int, group: ProcessGroup) -> Tens
     parts = torch.split(flat, sizes)
     mine = x.contiguous().view(-1)
     if flat.numel() * flat.element_size() <= SMALL_BYTES:
-        dist.all_to_all_single(flat, mine.repeat(len(sizes)), sizes, [mine.numel()] * len(sizes), group=group)
+        group.alltoall_base(flat, mine.repeat(len(sizes)), sizes, [mine.numel()] * len(sizes)).wait()
     else:
         parts[rank].copy_(mine)
-        works = [
-            dist.broadcast(part, group=group, group_src=i, async_op=True)
-            for i, part in enumerate(parts)
-            if part.numel()
-        ]
+        works = [group.broadcast(part, i) for i, part in enumerate(parts) if part.numel()]
         for work in works:
-            assert work is not None  # this rank is a member of the group
             work.wait()
     if torch.Size(x.shape[: dim % x.ndim]).numel() == 1:
         return flat.view(shape)
     return torch.cat([part.view(_with(shape, dim, n)) for part, n in zip(parts, lengths)], dim)
 
 
-def reduce_scatter(x: Tensor, bounds: Bounds, dim: int, group: ProcessGroup) -> Tensor:
+def reduce_scatter(x: Tensor, bounds: Bounds, dim: int, group: Members) -> Tensor:
     """This member's interval of the sum over the members; no gradient."""
-    rank = dist.get_rank(group)
+    rank = group.rank()
     pieces = [_interval(x, bounds, dim, i) for i in range(len(bounds) - 1)]
     sizes = [piece.numel() for piece in pieces]
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
     received = x.new_empty(len(sizes) * sizes[rank])
-    dist.all_to_all_single(received, sent, [sizes[rank]] * len(sizes), sizes, group=group)
+    group.alltoall_base(received, sent, [sizes[rank]] * len(sizes), sizes).wait()
     return received.view(len(sizes), *pieces[rank].shape).sum(0)
 
 
-def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+def all_reduce(x: Tensor, group: Members) -> Tensor:
     """The sum over the members, in a new tensor; no gradient."""
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    group.allreduce([total]).wait()
     return total
 
 
@@ -136,7 +131,7 @@ def _call(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Members) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
@@ -147,7 +142,7 @@ class _Copy(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Members) -> Tensor:
         return all_reduce(x, group)
 
     @staticmethod
@@ -168,7 +163,7 @@ class _Once(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bounds: Bounds, dim: int, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bounds: Bounds, dim: int, group: Members) -> Tensor:
         ctx.where = (bounds, dim, group)
         return all_gather(x, bounds, dim, group)
 
@@ -179,8 +174,8 @@ class _Gather(torch.autograd.Function):
 
 class _GatherReplicated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bounds: Bounds, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.where = (bounds, dim, dist.get_rank(group))
+    def forward(ctx: Any, x: Tensor, bounds: Bounds, dim: int, group: Members) -> Tensor:
+        ctx.where = (bounds, dim, group.rank())
         return all_gather(x, bounds, dim, group)
 
     @staticmethod
@@ -190,7 +185,7 @@ class _GatherReplicated(torch.autograd.Function):
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bounds: Bounds, dim: int, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bounds: Bounds, dim: int, group: Members) -> Tensor:
         ctx.where = (bounds, dim, group)
         return reduce_scatter(x, bounds, dim, group)
 
@@ -201,9 +196,9 @@ class _ScatterSum(torch.autograd.Function):
 
 class _Slice(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bounds: Bounds, dim: int, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bounds: Bounds, dim: int, group: Members) -> Tensor:
         ctx.where = (bounds, dim, group)
-        return _interval(x, bounds, dim, dist.get_rank(group)).contiguous()
+        return _interval(x, bounds, dim, group.rank()).contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from lightning_hetpipe.stage.collective import scatter_sum, sum_over_group
 from lightning_hetpipe.stage.layout import Sharding
+from lightning_hetpipe.stage.members import Members
 
 Kernel = Callable[..., Any]
 
@@ -23,7 +23,7 @@ class Member:
     """One member of the group: where a kernel runs."""
 
     index: int
-    group: ProcessGroup
+    group: Members
 
 
 def row(module: nn.Module, member: Member, scatter: Sharding | None) -> Kernel:
