@@ -18,7 +18,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.engine.c10d import Group, PrefixStore, Store, Work, gloo_device, gloo_group
+from lightning_hetpipe.engine.c10d import (
+    Collectives,
+    Group,
+    PrefixStore,
+    Store,
+    Work,
+    gloo_device,
+    gloo_group,
+)
 from lightning_hetpipe.engine.sockets import Sockets
 from lightning_hetpipe.engine.watch import SILENT_S, Failure, Watch
 from lightning_hetpipe.errors import RankFailedError
@@ -91,7 +99,7 @@ class Control:
         self._group = self.create_group("control", tuple(range(world_size)))
         self._post()
 
-    def create_group(self, name: str, ranks: tuple[int, ...]) -> Group:
+    def create_group(self, name: str, ranks: tuple[int, ...]) -> Collectives:
         """A gloo group of these ranks; all of them call this in the same order of names."""
         assert self.store is not None
         store = PrefixStore(name, self.store)

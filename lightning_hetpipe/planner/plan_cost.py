@@ -71,7 +71,7 @@ class PlanCost:
         self._transfers: dict[tuple[int, int, int, int, Kind, int], tuple[float, float]] = {}
 
     def seconds(self, action: Action) -> float:
-        """Duration of a computation or reduction; the reader's and the loss stage's count in the last stage."""
+        """Duration of a computation or reduction; reader and loss stage count in the last stage."""
         if action.kind is Kind.REDUCE_GRAD:
             return self._reduce_s[action.stage]
         if action.stage not in range(len(self.plan.stages)):

@@ -81,9 +81,7 @@ class ChannelStage(nn.Module):
     def __init__(self, stage: nn.Module, layout: StageLayout, group: Members, seed: int = 0) -> None:
         super().__init__()
         if group.size() != len(layout.shares):
-            raise PlanError(
-                f"a layout for {len(layout.shares)} members cannot run on {group.size()}"
-            )
+            raise PlanError(f"a layout for {len(layout.shares)} members cannot run on {group.size()}")
         self.__dict__["stage"] = stage  # not a child: this module owns nothing
         self.code = code_of(stage)
         self.layout = layout
