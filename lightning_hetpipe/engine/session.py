@@ -1,7 +1,7 @@
 """The engine of one rank: set up once per process, given a plan's stages, then stepped.
 
 engine = Engine(store, rank, world_size, device=..., timeout_s=...)     all ranks together
-engine.install(make, routes, ranks_of_stage, {1: stage})               all ranks together, per plan
+engine.install(make, routes, holdings, {1: stage})                     all ranks together, per plan
 engine.control.share(...)                                              header
 losses = engine.train_step(specs, reader=reader, weights=weights)      every rank, every step
 """
@@ -121,7 +121,7 @@ class Engine:
             axes: Where a group shares a stage: the dimension of each value that counts the samples.
             reductions: By stage of this rank: called after its last backward.
         """
-        holdings = [each if isinstance(each, Holding) else Holding(tuple(each)) for each in holdings]
+        held = [each if isinstance(each, Holding) else Holding(tuple(each)) for each in holdings]
         self._runtime = None
         self._schedules = {}
         self._make = make_schedule
@@ -129,7 +129,7 @@ class Engine:
             self.control,
             f"plan{next(self._plans)}",
             routes,
-            holdings,
+            held,
             axes=axes,
             device=self.device,
             cluster=self.cluster,
@@ -140,7 +140,7 @@ class Engine:
             transport,
             self.emulator,
             stages,
-            n_stages=len(holdings),
+            n_stages=len(held),
             context=context,
             shared=shared,
             reductions=reductions,

@@ -9,7 +9,7 @@ its own, its weight is ``n_i / n``: `sample_weight`. Statistics of BatchNorm are
 ``norm="sync"`` and ``"deferred"`` these are those of all samples.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from lightning_hetpipe.stage.members import Members
 from lightning_hetpipe.stage.shares import bounds_of, largest_remainder
 
 BUCKET_BYTES = 25 * 2**20
+Stage = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
 def sample_bounds(n_samples: int, shares: Sequence[float]) -> tuple[int, ...]:
@@ -85,13 +86,35 @@ def reduce_gradients(
                 parameter.grad.copy_(part.view_as(parameter))
 
 
-def share_buffers(buffers: Iterable[Tensor], group: Members) -> None:
+def share_buffers(buffers: Sequence[Tensor], group: Members) -> None:
     """Gives every member the first one's values; equal, and in equal order, on every member."""
-    for buffer in buffers:
-        value = buffer.contiguous()
-        group.broadcast(value, 0).wait()
-        if value is not buffer:
-            buffer.copy_(value)
+    if not buffers:
+        return
+    parts = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers]
+    flat = torch.cat(parts)
+    group.broadcast(flat, 0).wait()
+    for buffer, part in zip(buffers, torch.split(flat, [len(part) for part in parts])):
+        buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+
+class BatchStage:
+    """One member's part of a stage that a group shares by samples.
+
+    Args:
+        stage: The whole stage.
+        axes: The dimension of each value that counts the samples.
+        together: Whether the members exchange statistics while they run, so that a member without samples
+            has to take part; otherwise it makes nothing.
+    """
+
+    def __init__(self, stage: Stage, axes: Mapping[str, int], *, together: bool) -> None:
+        self._stage, self._axes, self._together = stage, axes, together
+
+    def __call__(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        rows = [value.shape[self._axes[name]] for name, value in values.items() if name in self._axes]
+        if min(rows) == 0 and not self._together:
+            return {}
+        return self._stage(values)
 
 
 def _buckets(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:

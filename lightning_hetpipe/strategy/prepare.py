@@ -26,6 +26,7 @@ from lightning_hetpipe.strategy import hooks, norms
 from lightning_hetpipe.strategy.capture import Capture, Captured
 from lightning_hetpipe.strategy.clipping import install_clipping, warn_of_own_clipping
 from lightning_hetpipe.strategy.exchange import Exchange
+from lightning_hetpipe.strategy.groups import Groups, OwnPart, build, make_groups
 from lightning_hetpipe.strategy.mirror import keep_local
 from lightning_hetpipe.strategy.options import Options
 from lightning_hetpipe.strategy.partition import (
@@ -34,13 +35,15 @@ from lightning_hetpipe.strategy.partition import (
     copies_of,
     gather,
     partition,
+    slots,
 )
 from lightning_hetpipe.strategy.pipeline import Pipeline
 from lightning_hetpipe.strategy.pipelined import find_pipelined
 from lightning_hetpipe.strategy.planning import choose_plan
 from lightning_hetpipe.strategy.precision import prepare_precision
+from lightning_hetpipe.strategy.shards import cut, join
 from lightning_hetpipe.strategy.steps import StandIn
-from lightning_hetpipe.tracing import Traced, trace
+from lightning_hetpipe.tracing import TensorSpec, Traced, trace
 
 log = logging.getLogger(__name__)
 
@@ -85,12 +88,14 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     _say(run, pipelined, plan)
     run.engine.cluster = plan.cluster
     run.engine.emulator = Emulator(plan.cluster.devices[run.exchange.rank])
-    owners = _owners(run.module, name, traced, plan)
+    groups = _groups(run, name, traced, plan, captured)
+    owners = _owners(run.module, name, traced, groups)
     copies = list(copies_of(run.module, run.callbacks))
     for each in (run.module, *copies):
         partition(each, owners, run.exchange.rank, run.group, run.engine.device)
+        cut(each, owners, run.exchange.rank)
     prepare_precision(run.precision, run.engine.device, run.group)
-    _install(run, traced, plan, owners)
+    own = _install(run, traced, groups, owners)
     restore_clipping = install_clipping(
         run.precision, run.group, borrowed_parameters(run.module, owners, run.exchange.rank)
     )
@@ -100,12 +105,14 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     def at_close(whole: bool) -> None:
         hooks.remove(run.module)
         norms.remove(run.module)
+        own.leave()
         restore_clipping()
         if run.options.norm != "group":
             convert_norm(pipelined, "keep")
         run.engine.emulator.lift_memory_limit()
         if whole:
             for each in (run.module, *copies):
+                join(each, owners, run.exchange.rank, run.group)
                 gather(each, owners, run.exchange.rank, run.group)
 
     run.engine.limit_memory(_held_bytes(run.module))
@@ -118,12 +125,13 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
         run.exchange,
         loss_reduction=run.options.loss_reduction,
         context=context,
-        commit=run.options.norm == "deferred",
+        commit=own.commit if run.options.norm == "deferred" else lambda: None,
+        owners=owners,
         at_close=at_close,
     )
     stand_in.install()
     hooks.install(run.module, pipeline.lead_hook, run.is_overridden)
-    norms.install(run.module, run.exchange, run.is_overridden)
+    norms.install(run.module, run.exchange, run.is_overridden, owners.shards)
     return pipeline
 
 
@@ -158,39 +166,78 @@ def _trace(run: Run, pipelined: Any, captured: Captured) -> Traced:
     return made[0]
 
 
-def _owners(module: Any, name: str, traced: Traced, plan: Plan) -> OwnerMap:
+def _groups(run: Run, name: str, traced: Traced, plan: Plan, captured: Captured) -> Groups:
+    """How the plan's groups share their stages.
+
+    Raises:
+        PlanError: They cannot.
+    """
+    args, kwargs = captured.arguments(torch.device("cpu"))
+    example = {key: TensorSpec.of(value) for key, value in traced.bind(args, kwargs).items()}
+    used = [traced.parameters_of(stage.start, stage.stop) for stage in plan.stages]
+    tied = {each for names in used for each in names if sum(each in others for others in used) > 1}
+    prefix = f"{name}." if name else ""
+    outside = {
+        each.removeprefix(prefix)
+        for slot in slots(run.module)
+        if not all(each.startswith(prefix) for each in slot.names)
+        for each in slot.names
+    }
+    for stage, names, ranks in zip(plan.stages, used, plan.ranks_of_stage):
+        if stage.split == "channel" and 0 in ranks and names & outside:
+            raise PlanError(
+                f"{', '.join(sorted(names & outside))}: the step uses it outside {name or 'its layers'}, and "
+                f"{', '.join(stage.devices)} share its stage by channels: share it by samples, or leave "
+                f"{plan.cluster.devices[0].name} out of the group"
+            )
+    return make_groups(plan, traced, example, tied | outside)
+
+
+def _owners(module: Any, name: str, traced: Traced, groups: Groups) -> OwnerMap:
+    plan = groups.plan
     holders = [
         (traced.parameters_of(stage.start, stage.stop) | traced.buffers_of(stage.start, stage.stop), ranks)
         for stage, ranks in zip(plan.stages, plan.ranks_of_stage)
     ]
-    return OwnerMap.of_stages(module, name, holders)
+    placements = {key: each for layout in groups.layouts.values() for key, each in layout.placements.items()}
+    return OwnerMap.of_stages(module, name, holders, placements)
 
 
-def _install(run: Run, traced: Traced, plan: Plan, owners: OwnerMap) -> None:
+def _install(run: Run, traced: Traced, groups: Groups, owners: OwnerMap) -> OwnPart:
     """Builds this rank's stages and connects it with the others."""
+    plan = groups.plan
     routes = plan.routes(traced.graph)
     rank = run.exchange.rank
-    stages = {
-        index: traced.stage(stage.start, stage.stop, run.engine.device)
-        for index, (stage, ranks) in enumerate(zip(plan.stages, plan.ranks_of_stage))
-        if rank in ranks
+    memberships = {
+        index: membership
+        for index, ranks in enumerate(plan.ranks_of_stage)
+        if len(ranks) > 1 and (membership := run.engine.join(ranks)) is not None
     }
-    stage_of_rank = {ranks[0]: index for index, ranks in enumerate(plan.ranks_of_stage)}
-    names_of = _shared_names(run.module, owners)
+    seed = run.exchange.broadcast(torch.initial_seed() % 2**31)
+    own = build(groups, traced, run.module, owners, rank, run.engine.device, memberships, seed)
+    stage_of_rank = {rank: index for index, ranks in enumerate(plan.ranks_of_stage) for rank in ranks}
+    names_of = _shared_names(run.module, owners, plan)
     shared = [
-        SharedGradients(stage_of_rank[rank], ranks, tuple(run.module.get_parameter(each) for each in names))
+        SharedGradients(
+            stage_of_rank[rank],
+            ranks,
+            tuple(run.module.get_parameter(each) for each in names),
+            counts=_counts(plan, rank),
+        )
         for ranks, names in names_of.items()
         if rank in ranks
     ]
-    reducing = sorted({stage_of_rank[each] for ranks in names_of for each in ranks})
+    reducing = sorted(
+        {stage_of_rank[each] for ranks in names_of for each in ranks} | set(groups.indices("batch"))
+    )
 
     def make(n_micro_batches: int, training: bool) -> Schedule:
         return make_schedule(
             plan.schedule,
-            ranks_of_stage=plan.ranks_of_stage,
+            ranks_of_stage=plan.executed_ranks,
             n_ranks=run.exchange.world_size,
             n_micro_batches=n_micro_batches,
-            in_flight=plan.in_flight,
+            in_flight=plan.executed_in_flight,
             routes=routes,
             reduce=reducing if training else (),
             training=training,
@@ -199,11 +246,22 @@ def _install(run: Run, traced: Traced, plan: Plan, owners: OwnerMap) -> None:
     run.engine.install(
         make,
         routes,
-        plan.ranks_of_stage,
-        stages,
+        groups.holdings,
+        own.stages,
         context=run.precision.forward_context,
         shared=shared,
         owners=list(names_of),
+        axes=groups.axes,
+        reductions=own.reductions,
+    )
+    return own
+
+
+def _counts(plan: Plan, rank: int) -> bool:
+    """Whether the gradients of a rank are its own, and not those of another member of its channel group."""
+    return all(
+        stage.split != "channel" or rank not in ranks[1:]
+        for stage, ranks in zip(plan.stages, plan.ranks_of_stage)
     )
 
 
@@ -212,11 +270,11 @@ def _held_bytes(module: Any) -> int:
     return sum(each.numel() * each.element_size() for each in tensors if not each.is_meta)
 
 
-def _shared_names(module: Any, owners: OwnerMap) -> dict[tuple[int, ...], list[str]]:
-    """Trainable parameters that several ranks hold, by those ranks; a tied one under its first name."""
+def _shared_names(module: Any, owners: OwnerMap, plan: Plan) -> dict[tuple[int, ...], list[str]]:
+    """Trainable parameters that ranks of several stages hold, by those ranks; tied ones under one name."""
     shared: dict[tuple[int, ...], list[str]] = {}
     for name, parameter in module.named_parameters():
         ranks = owners.of(name)
-        if len(ranks) > 1 and parameter.requires_grad:
+        if len(ranks) > 1 and ranks not in plan.ranks_of_stage and parameter.requires_grad:
             shared.setdefault(tuple(sorted(ranks)), []).append(name)
     return shared
