@@ -74,13 +74,16 @@ class StageLayout:
         rows = [("value", "operation", "way", "channels", "forward/backward communication"), *self.rows()]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths)), row[4]]).rstrip() for row in rows]
+        return "\n".join([*lines, self.summary()])
+
+    def summary(self) -> str:
+        """How much of the stage is shared, in one line."""
         shared = sum(self.operations[n].work for n, way in self.choice.ways.items() if way.shared)
         total = sum(operation.work for operation in self.operations.values()) or 1.0
-        lines.append(
+        return (
             f"shared by {len(self.shares)} devices: {shared / total:.0%} of the arithmetic, "
             f"{len(self.placements)} tensors cut, {len(self.whole)} parameters whole"
         )
-        return "\n".join(lines)
 
 
 def analyse(

@@ -6,6 +6,7 @@ Sharing ──► ChannelStage or BatchStage, reductions, BatchNorm over the mem
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import permutations
 from math import prod
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_hetpipe.stage.analyse import StageLayout, analyse
 from lightning_hetpipe.stage.batch import BatchStage, reduce_gradients, share_buffers
 from lightning_hetpipe.stage.batchnorm import SharedBatchNorm, commit_all
 from lightning_hetpipe.stage.channel import ChannelStage
+from lightning_hetpipe.stage.layout import GroupCost
 from lightning_hetpipe.stage.norm import set_process_group
 from lightning_hetpipe.strategy.partition import OwnerMap
 from lightning_hetpipe.tracing import TensorSpec, Traced
@@ -134,9 +136,19 @@ def _layout(plan: Plan, index: int, traced: Traced, specs: Specs, keep_whole: se
         for name in module.input_names
     }
     try:
-        return analyse(module, inputs, stage.shares, keep_whole=keep_whole)
+        return analyse(module, inputs, stage.shares, _cost(plan, index), keep_whole=keep_whole)
     except PlanError as error:
         raise PlanError(f"{_label(plan, index)}: {error}") from error
+
+
+def _cost(plan: Plan, index: int) -> GroupCost:
+    """Collectives over the slowest link of the group; its speed is not known of a hand-written plan."""
+    stage = plan.stages[index]
+    links = [plan.cluster.link(a, b) for a, b in permutations(stage.devices, 2)]
+    slowest = max(links, key=lambda link: link.transfer_s(1e6))
+    return GroupCost(
+        stage.shares, latency_s=slowest.latency_s, bandwidth_bytes_per_s=slowest.bandwidth_bytes_per_s
+    )
 
 
 def _label(plan: Plan, index: int) -> str:

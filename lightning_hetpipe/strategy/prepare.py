@@ -85,10 +85,10 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     traced = _trace(run, pipelined, captured)
     context = run.precision.forward_context
     plan = choose_plan(run.options, run.engine, run.exchange, traced, captured, context, plan)
-    _say(run, pipelined, plan)
+    groups = _groups(run, name, traced, plan, captured)
+    _say(run, pipelined, groups)
     run.engine.cluster = plan.cluster
     run.engine.emulator = Emulator(plan.cluster.devices[run.exchange.rank])
-    groups = _groups(run, name, traced, plan, captured)
     owners = _owners(run.module, name, traced, groups)
     copies = list(copies_of(run.module, run.callbacks))
     for each in (run.module, *copies):
@@ -135,9 +135,13 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     return pipeline
 
 
-def _say(run: Run, pipelined: Any, plan: Plan) -> None:
-    """Shows the plan, and what it means for BatchNorm."""
+def _say(run: Run, pipelined: Any, groups: Groups) -> None:
+    """Shows the plan, how groups share their stages, and what it means for BatchNorm."""
+    plan = groups.plan
     rank_zero_info(f"{plan.table()}\nwhy: {plan.why()}")
+    for index, layout in groups.layouts.items():
+        log.debug("stage %d:\n%s", index, layout.describe())
+        rank_zero_info(f"stage {index}: {layout.summary()}")
     advice = small_batch_advice(pipelined, plan.micro_batch)
     if advice is not None and run.exchange.leads:
         log.warning(advice)

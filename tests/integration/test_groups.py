@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Plan
 from lightning_hetpipe.plans import Split, Stage
+from lightning_hetpipe.strategy import groups
 from lightning_hetpipe.tracing import trace
 from tests.helpers.models import Classifier, build, loader
 from tests.helpers.parity import Recorder, assert_equal, one_device, pairwise_cover
 from tests.helpers.ranks import run_ranks
+from tests.stage.parity import free_communication
 
 ALL = os.environ.get("HETPIPE_PARITY") == "all"
 MODELS = ("resnet18", "vgg11_bn", "encoder")
@@ -31,18 +33,26 @@ CASES = PRODUCT if ALL else list(pairwise_cover(PRODUCT))
 BATCH, MICRO_BATCH, SAMPLES = 8, 3, 21  # micro-batches of 3, 3, 2; the last batch has 3, 2
 
 
+@pytest.fixture
+def free_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets channel groups share all that they can, however small it is; the ranks are forked."""
+
+    def cost(plan: Plan, index: int) -> Any:
+        return free_communication(plan.stages[index].shares)
+
+    monkeypatch.setattr(groups, "_cost", cost)
+
+
 def shared_plan(
     net: nn.Module, x: Tensor, split: Split, position: str, shares: tuple[int, ...], schedule: str
 ) -> Plan:
     """A group at a place of the pipeline; it holds the larger part of the model."""
     graph = trace(net, (x,), {}).graph
     n = len(graph)
-    cuts = {"first": [0, 2 * n // 3, n], "middle": [0, n // 4, 3 * n // 4, n], "last": [0, n // 3, n]}[
-        position
-    ]
+    cuts = {"first": [0, 2 * n // 3, n], "middle": [0, n // 4, 3 * n // 4, n], "last": [0, n // 3, n]}
     names = iter([f"d{i}" for i in range(1, 9)])
     stages = []
-    for index, (start, stop) in enumerate(zip(cuts, cuts[1:])):
+    for index, (start, stop) in enumerate(itertools.pairwise(cuts[position])):
         last = stop == n
         if index == ("first", "middle", "last").index(position) - (position == "last"):
             members = [next(names) for _ in shares[last:]]
@@ -84,7 +94,13 @@ def run(plan: Plan, module: pl.LightningModule, data: Any, folder: Path, **optio
 @pytest.mark.timeout(600 if ALL else 180)
 @pytest.mark.parametrize(("name", "split", "position", "shares", "schedule"), CASES)
 def test_a_shared_stage_trains_as_one_device(
-    name: str, split: Split, position: str, shares: tuple[int, ...], schedule: str, tmp_path: Path
+    name: str,
+    split: Split,
+    position: str,
+    shares: tuple[int, ...],
+    schedule: str,
+    tmp_path: Path,
+    free_links: None,
 ) -> None:
     net, data = build(name)
     samples = data(SAMPLES)
@@ -99,9 +115,8 @@ def test_a_shared_stage_trains_as_one_device(
     norm = "sync" if split == "batch" else "keep"
     run(plan, module, loader(samples, BATCH), tmp_path, callbacks=[Recorder(tmp_path)], norm=norm)
 
-    ranks = [
-        torch.load(tmp_path / f"rank{i}.pt", weights_only=False) for i in range(len(plan.cluster.devices))
-    ]
+    paths = [tmp_path / f"rank{i}.pt" for i in range(len(plan.cluster.devices))]
+    ranks = [torch.load(path, weights_only=False) for path in paths]
     for rank_losses, _, _ in ranks:
         assert rank_losses == pytest.approx(losses, abs=1e-9)
     owners = ranks[0][2]
