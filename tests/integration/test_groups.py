@@ -70,7 +70,6 @@ def shared_plan(
         micro_batch=MICRO_BATCH,
         schedule=schedule,
         in_flight=tuple(range(len(stages), 0, -1)),
-        graph_fingerprint=graph.fingerprint,
     )
 
 
