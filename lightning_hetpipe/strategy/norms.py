@@ -64,7 +64,8 @@ def _united(
             for call in each:
                 parts.setdefault(call.name, []).append(call.value)
         norms = {name: call.value for name, call in calls.items()}
-        values = whole_totals(norms | whole_shards(parts, shards))
+        every = [name for name, _ in module.named_parameters()]
+        values = whole_totals(norms | whole_shards(parts, every, shards))
         for name, call in calls.items():
             call = replace(call, value=values[name])
             module.log(name, call.value, **(call.options | {"sync_dist": True}))
@@ -72,12 +73,20 @@ def _united(
     return united
 
 
-def whole_shards(parts: Mapping[str, Sequence[Any]], shards: Collection[str]) -> dict[str, Any]:
-    """Each ``grad_P_norm/NAME`` of a parameter that is cut, from the norms of its parts."""
+def whole_shards(
+    parts: Mapping[str, Sequence[Any]], parameters: Sequence[str], shards: Collection[str]
+) -> dict[str, Any]:
+    """Each ``grad_P_norm/NAME`` of a parameter that is cut, from the norms of its parts.
+
+    The name may be relative to a submodule; one that also fits a parameter that is not cut is left alone.
+    """
     whole = {}
     for name, values in parts.items():
         match = re.fullmatch(r".*grad_([\d.]+|inf)_norm/(.*)", name)
-        if match and match[2] in shards:
+        if match is None:
+            continue
+        meant = [each for each in parameters if f".{each}".endswith(f".{match[2]}")]
+        if meant and all(each in shards for each in meant):
             whole[name] = torch.tensor([float(value) for value in values]).norm(float(match[1]))
     return whole
 
