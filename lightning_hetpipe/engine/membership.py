@@ -6,10 +6,10 @@ a collective takes what its bytes take on the slowest link of the group, from wh
 the group's other traffic on that link does not slow it down. CUDA tensors go through host memory.
 """
 
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from time import sleep
 
 from torch import Tensor
 
@@ -73,7 +73,7 @@ class Membership:
         with self._emulator.waiting(), self._guarded():
             work.wait()
             if self._link is not None:
-                time.sleep(rounds * self._link.transfer_s(round_bytes))
+                sleep(rounds * self._link.transfer_s(round_bytes))
 
     def _guarded(self) -> AbstractContextManager[None]:
         return self._control.naming(None, self._label)
