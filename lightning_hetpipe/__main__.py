@@ -76,7 +76,16 @@ def plan_command(config: DictConfig) -> Figures:
 def compare_command(config: DictConfig) -> Figures:
     """Puts the plan beside every alternative."""
     cluster = _cluster(config)
-    rows: list[Alternative] = list(hp.compare(_profile(config, cluster), cluster, config.batch_size))
+    rows: list[Alternative] = list(
+        hp.compare(
+            _profile(config, cluster),
+            cluster,
+            config.batch_size,
+            micro_batch=config.micro_batch,
+            schedule=config.schedule,
+            optimizer_copies=config.optimizer_copies,
+        )
+    )
     text = json.dumps([asdict(row) for row in rows], indent=1)
     title = f"{config.model.name} on {cluster.name}, batch {config.batch_size}"
     _show(config, text, lambda: [comparison_table(rows, title)])
@@ -155,14 +164,13 @@ def _plan(config: DictConfig) -> tuple[Plan, Profile]:
         return plan, _profile(config, plan.cluster)
     cluster = _cluster(config)
     profile = _profile(config, cluster)
-    merge: Any = OmegaConf.to_container(config.merge) if OmegaConf.is_list(config.merge) else config.merge
     plan = hp.plan(
         profile,
         cluster,
         config.batch_size,
         micro_batch=config.micro_batch,
         schedule=config.schedule,
-        merge=merge,
+        optimizer_copies=config.optimizer_copies,
     )
     return plan, profile
 

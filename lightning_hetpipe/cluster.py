@@ -5,6 +5,7 @@ A cluster is written by hand (YAML) or found at start. A device that carries an
 only `lightning_hetpipe.engine.emulate` looks at those settings.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -48,6 +49,8 @@ class Device:
         kind: What torch calls the device type: ``cpu``, ``cuda``, ...
         model: What the maker calls it; devices of equal `kind_key` share measurements.
         host: Devices of one host share memory and are reached without the network.
+        index: Which accelerator of its host, as torch counts them; ranks with equal indices share it.
+            None on a CPU, and until a cluster counts its host's devices of that kind.
         memory_bytes: What a stage may use; None for unknown or unlimited.
         threads: Intra-op threads of a CPU rank.
         emulation: Set on emulated devices only.
@@ -59,6 +62,7 @@ class Device:
     kind: str = "cpu"
     model: str = ""
     host: str = "localhost"
+    index: int | None = None
     memory_bytes: int | None = None
     threads: int = 1
     emulation: Emulation | None = None
@@ -73,6 +77,16 @@ class Device:
             raise ClusterError(f"device {self.name!r} asks for {self.threads} threads: give >= 1")
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise ClusterError(f"device {self.name!r} has no memory ({self.memory_bytes} bytes)")
+        if self.index is not None and (self.kind == "cpu" or self.index < 0):
+            raise ClusterError(
+                f"device {self.name!r} of kind {self.kind!r} has index {self.index}: an index counts the "
+                "accelerators of a host from 0; a cpu has none"
+            )
+        if self.emulation is not None and self.kind != "cpu":
+            raise ClusterError(
+                f"device {self.name!r} of kind {self.kind!r} has an emulated speed: only a cpu can pretend "
+                "to be slower. Leave its speed out"
+            )
 
     @property
     def kind_key(self) -> tuple[object, ...]:
@@ -119,7 +133,8 @@ class Cluster:
 
     Attributes:
         name: For tables and file names.
-        devices: Device ``i`` belongs to rank ``i`` unless a plan permutes them.
+        devices: Device ``i`` belongs to rank ``i`` unless a plan permutes them. An accelerator without
+            an index gets its position among its host's devices of that kind.
         links: Rules; the last one that matches a pair wins. `LOOPBACK` where none does.
     """
 
@@ -130,6 +145,7 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.devices:
             raise ClusterError(f"cluster {self.name!r} has no devices")
+        object.__setattr__(self, "devices", _numbered(self.devices))
         names = [device.name for device in self.devices]
         twice = (
             sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
@@ -226,8 +242,19 @@ class Cluster:
         Path(path).write_text(yaml.safe_dump(self.to_mapping(), sort_keys=False), encoding="utf-8")
 
 
+def _numbered(devices: tuple[Device, ...]) -> tuple[Device, ...]:
+    seen: Counter[tuple[str, str]] = Counter()
+    numbered = []
+    for device in devices:
+        place = device.host, device.kind
+        counted = device.kind != "cpu" and device.index is None
+        numbered.append(replace(device, index=seen[place]) if counted else device)
+        seen[place] += 1
+    return tuple(numbered)
+
+
 _DEVICE_KEYS = {
-    "name", "kind", "model", "host", "memory", "threads", "speed", "count",
+    "name", "kind", "model", "host", "index", "memory", "threads", "speed", "count",
     "flops_per_s", "memory_bandwidth", "source",
 }  # fmt: skip
 _LINK_KEYS = {"source", "target", "latency", "bandwidth", "emulated"}
@@ -253,7 +280,7 @@ def _read_devices(entry: object, where: str) -> list[Device]:
         raise ClusterError(f"{where} has count {count}: give at least 1")
     memory = table.get("memory")
     memory_bytes = None if memory is None else _number(memory, parse_bytes, f"memory of {where}")
-    speed = table.get("speed")
+    index, speed = table.get("index"), table.get("speed")
     emulation = None
     if speed is not None:
         emulation = Emulation(_number(speed, float, f"speed of {where}"), memory_bytes)
@@ -264,6 +291,7 @@ def _read_devices(entry: object, where: str) -> list[Device]:
         kind=str(table.get("kind", "cpu")),
         model=str(table.get("model", "")),
         host=str(table.get("host", "localhost")),
+        index=None if index is None else _number(index, int, f"index of {where}"),
         memory_bytes=memory_bytes,
         threads=_number(table.get("threads", 1), int, f"threads of {where}"),
         emulation=emulation,
@@ -284,6 +312,7 @@ def _write_device(device: Device) -> dict[str, Any]:
         "kind": device.kind,
         "model": device.model or None,
         "host": device.host,
+        "index": device.index,
         "memory": device.memory_bytes,
         "threads": device.threads,
         "speed": device.emulation.speed if device.emulation else None,

@@ -263,14 +263,7 @@ class Plan:
             PlanError: The file is missing or does not hold a plan.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
-            # YAML reads 1e-05 as text, so JSON is not simply left to the YAML parser.
-            is_json = text.lstrip().startswith("{")
-            data = json.loads(text) if is_json else yaml.safe_load(text)
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise PlanError(f"plan {path} cannot be read: {error}") from error
-        try:
-            return cls.from_mapping(data)
+            return cls.from_mapping(read_plan_file(path))
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
 
@@ -296,6 +289,20 @@ def _row(plan: Plan, index: int) -> tuple[str, ...]:
         format_bytes(max(memory)) if memory else "-",
         figure(prediction.cut_bytes, format_bytes),
     )
+
+
+def read_plan_file(path: str | Path) -> Any:
+    """What a JSON or YAML file holds.
+
+    Raises:
+        PlanError: It is missing, or neither.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        # YAML reads 1e-05 as text, so JSON is not simply left to the YAML parser.
+        return json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise PlanError(f"plan {path} cannot be read: {error}") from error
 
 
 def content_hash(text: str) -> str:

@@ -12,12 +12,25 @@ import torchvision
 from classifier import Classifier
 from common import train
 from omegaconf import DictConfig
+from torch import nn
+from torchvision.models import ResNet
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="resnet")
 def main(config: DictConfig) -> dict[str, float]:
     network = getattr(torchvision.models, config.network)(num_classes=config.num_classes)
+    if config.data.size <= 64:
+        keep_resolution(network)
     return train(config, Classifier(network, lr=config.lr))
+
+
+def keep_resolution(network: ResNet) -> None:
+    """Begins with a 3x3 convolution and no pooling, as is usual for small pictures.
+
+    The stem for 224 pixels would leave one pixel per channel at the end of a picture of 32.
+    """
+    network.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
+    network.maxpool = nn.Identity()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Trains VGG-11 with its full classifier (129 M weights) on handwritten digits over four unequal devices.
 
     python recipes/vgg.py cluster=twins max_epochs=2
-    python recipes/vgg.py merge=never
+    python recipes/vgg.py hetpipe.plan=even
     python recipes/vgg.py -m micro_batch=8,16,32 max_epochs=1
 """
 

@@ -20,6 +20,8 @@ class Work(Protocol):
 
     def wait(self) -> bool: ...
 
+    def is_completed(self) -> bool: ...
+
 
 class Group(Protocol):
     """Ranks that send to each other by their index in the group."""
@@ -27,6 +29,8 @@ class Group(Protocol):
     def send(self, tensors: list[Tensor], target: int, tag: int) -> Work: ...
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work: ...
+
+    def abort(self) -> None: ...
 
 
 class Collectives(Group, Protocol):
@@ -58,7 +62,7 @@ def gloo_group(store: Store, index: int, size: int, device: Any, timeout_s: floa
 
 
 def nccl_group(store: Store, index: int, size: int, device: torch.device, timeout_s: float) -> Group:
-    """Two CUDA ranks; connects at the first transfer."""
+    """Two ranks with a GPU each; connects at the first transfer, for which both ends have to come."""
     kind: Any = dist.ProcessGroupNCCL
     options = kind.Options()
     options._timeout = timedelta(seconds=timeout_s)

@@ -8,7 +8,9 @@ Messages have one fixed size; an object follows only when the message says so. A
 engine go through `Control.wait`, which turns a broken or overdue one into `RankFailedError`.
 """
 
+import contextlib
 import pickle
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +28,7 @@ from lightning_hetpipe.engine.c10d import (
     Work,
     gloo_device,
     gloo_group,
+    nccl_group,
 )
 from lightning_hetpipe.engine.sockets import Sockets
 from lightning_hetpipe.engine.watch import SILENT_S, Failure, Watch
@@ -33,6 +36,7 @@ from lightning_hetpipe.errors import RankFailedError
 
 N_NUMBERS = 16
 _MESSAGE_BYTES = 8 * (3 + 2 * N_NUMBERS)
+_POLL_S = 50e-6
 _FIXED, _OBJECT, _GATHER_SIZE, _GATHER = range(4)  # tags
 
 
@@ -72,7 +76,9 @@ class Control:
         store_rank: int | None = 0,
     ) -> None:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
-        self.sockets = Sockets()
+        self._sockets = Sockets()
+        self._device_groups: list[Group] = []
+        self.failed = False  # this rank ends by an exception, its own or what it was told of another
         self._closed = False
         self._held: list[tuple[Work, Tensor, int]] = []
         self._posted: tuple[Work, Tensor] | None = None
@@ -92,7 +98,7 @@ class Control:
             world_size,
             store_rank=store_rank,
             timeout_s=timeout_s,
-            on_failure=self.sockets.shut_down,
+            on_failure=self._disconnect,
         )
         self._watch.start()
         self._device = gloo_device()
@@ -103,8 +109,26 @@ class Control:
         """A gloo group of these ranks; all of them call this in the same order of names."""
         assert self.store is not None
         store = PrefixStore(name, self.store)
-        with self.naming(None, f"joining group {name}"), self.sockets.record():
+        with self.joining(name):
             return gloo_group(store, ranks.index(self.rank), len(ranks), self._device, self.timeout_s)
+
+    def create_device_group(self, name: str, ranks: tuple[int, int], device: torch.device) -> Group:
+        """An NCCL group of two ranks, each with a GPU of its own; nothing is connected yet."""
+        assert self.store is not None
+        # Whoever is overdue is to be named by `wait_on_device`; NCCL would end the process.
+        patience_s = 2 * self.timeout_s + 60
+        with self.naming(None, f"joining group {name}"):
+            store = PrefixStore(name, self.store)
+            group = nccl_group(store, ranks.index(self.rank), len(ranks), device, patience_s)
+        self._device_groups.append(group)
+        return group
+
+    def close_device_groups(self) -> None:
+        """Closes all NCCL groups, whatever is under way in them."""
+        groups, self._device_groups = self._device_groups, []  # two threads may want this at once
+        for group in groups:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
 
     @property
     def doing(self) -> str:
@@ -132,7 +156,7 @@ class Control:
             return message
         assert self._posted is not None
         work, buffer = self._posted
-        self.wait(work, 0, "the next header or footer")
+        self.wait(work, 0, "sending the next header or footer")
         received, size_bytes = _decode(buffer)
         if size_bytes:
             received = Message(
@@ -174,6 +198,22 @@ class Control:
         with self.naming(peer, expected):
             work.wait()
 
+    def wait_on_device(self, work: Work, peer: int, expected: str) -> None:
+        """`wait` for a transfer between GPUs: returns once it is over, not once it is queued.
+
+        Raises:
+            RankFailedError: As for `wait`.
+        """
+        deadline_s = time.monotonic() + self.timeout_s
+        with self.naming(peer, expected):
+            while not work.is_completed():
+                self.check()
+                if time.monotonic() > deadline_s:
+                    raise RuntimeError(f"timed out after {self.timeout_s:g} s")
+                time.sleep(_POLL_S)
+            self.check()  # a transfer that was broken off counts as completed
+            work.wait()
+
     @contextmanager
     def naming(self, peer: int | None, expected: str) -> Iterator[None]:
         """Turns an error of a transfer within into one that names the rank which caused it."""
@@ -184,6 +224,31 @@ class Control:
         except RuntimeError as error:
             self._raise_lost(peer, expected, error)
 
+    @contextmanager
+    def joining(self, name: str) -> Iterator[None]:
+        """A gloo group that is made inside ends its waits when a rank fails."""
+        with self.naming(None, f"joining group {name}"), self._sockets.record():
+            yield
+
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """Turns the error of another group's collective into one that names the rank which broke it.
+
+        Any other error passes.
+        """
+        try:
+            yield
+        except RankFailedError:
+            raise
+        except RuntimeError as error:
+            cause = self._watch.cause(2 * SILENT_S) if self._watch and "gloo" in str(error) else None
+            if cause is None:
+                raise
+            assert self._watch is not None
+            cause = self._watch.report(cause)
+            self._disconnect()
+            raise RankFailedError(str(cause)) from error
+
     def check(self) -> None:
         """Raises if another rank is known to have failed.
 
@@ -193,14 +258,23 @@ class Control:
         if self._watch is not None and self._watch.failure is not None:
             raise RankFailedError(str(self._watch.failure))
 
+    def cause(self, wait_s: float) -> str | None:
+        """Why the run has failed or is about to; None if all ranks live and nobody failed.
+
+        May be called in a signal handler.
+        """
+        cause = self._watch.cause(wait_s) if self._watch else None
+        return None if cause is None else str(cause)
+
     def fail(self, error: BaseException, action: str = "") -> None:
         """Tells all ranks that this one failed, and closes its connections."""
+        self.failed = True
         if self._watch is None or isinstance(error, RankFailedError):
             return
         text = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
         self._watch.report(Failure(self.rank, reason, action or self.doing, lost=False))
-        self.sockets.shut_down()
+        self._disconnect()
 
     @property
     def failure(self) -> Failure | None:
@@ -217,8 +291,13 @@ class Control:
                 self._flush()
         finally:
             self._watch.close()
-            self.sockets.shut_down()
+            self._disconnect()
             self._held, self._posted, self._group = [], None, None
+
+    def _disconnect(self) -> None:
+        """Wakes this rank's waits and its peers'; any thread may call it."""
+        self._sockets.shut_down()
+        self.close_device_groups()
 
     def _raise_lost(self, peer: int | None, expected: str, error: RuntimeError) -> NoReturn:
         assert self._watch is not None
@@ -234,7 +313,7 @@ class Control:
             cause = replace(cause, action=expected)
         if self._watch.failure is None:
             cause = self._watch.report(cause)
-        self.sockets.shut_down()
+        self._disconnect()
         raise RankFailedError(str(cause)) from error
 
     def _send_to_all(self, message: Message) -> None:
@@ -244,7 +323,7 @@ class Control:
         data = None if message.object is None else _to_bytes(message.object)
         buffer = _encode(message, 0 if data is None else data.numel())
         for rank in range(1, self.world_size):
-            with self.naming(rank, "the last footer"):
+            with self.naming(rank, "receiving the last footer"):
                 self._held.append((self._group.send([buffer], rank, _FIXED), buffer, rank))
                 if data is not None:
                     self._held.append((self._group.send([data], rank, _OBJECT), data, rank))
@@ -252,18 +331,18 @@ class Control:
     def _flush(self) -> None:
         held, self._held = self._held, []
         for work, _, rank in held:
-            self.wait(work, rank, "the last header or footer")
+            self.wait(work, rank, "receiving the last header or footer")
 
     def _post(self) -> None:
         if self.rank != 0 and self._group is not None:
             buffer = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8)
-            with self.naming(0, "the next header or footer"):
+            with self.naming(0, "sending the next header or footer"):
                 self._posted = (self._group.recv([buffer], 0, _FIXED), buffer)
 
     def _receive(self, rank: int, size_bytes: int, tag: int) -> Any:
         assert self._group is not None
         data = torch.empty(size_bytes, dtype=torch.uint8)
-        with self.naming(rank, "an object"):
+        with self.naming(rank, "handing over an object"):
             self._group.recv([data], rank, tag).wait()
         # The bytes come from a rank of this job, over a connection that the job made.
         return pickle.loads(data.numpy().tobytes())

@@ -90,7 +90,7 @@ class Layout:
         return torch.empty(entry.shape, dtype=entry.dtype, device=device)
 
     def pack(self, values: Mapping[str, Tensor], device: torch.device, sender: str) -> Tensor:
-        """The buffer to send from a device, without its stamp.
+        """The buffer to send from a device, without its stamp; packed where the values are.
 
         Raises:
             StepError: A value is not what the plan says.
@@ -99,10 +99,10 @@ class Layout:
             _check(entry, values[entry.name], sender)
         if not self.packed:
             return values[self.entries[0].name].to(device).contiguous()
-        buffer = self.empty(device)
+        buffer = self.empty(values[self.entries[0].name].device)
         for entry in self.entries:
             self._view(buffer, entry).copy_(values[entry.name])
-        return buffer
+        return buffer.to(device)
 
     def unpack(self, buffer: Tensor, device: torch.device) -> dict[str, Tensor]:
         """The tensors of a received buffer, on a device."""

@@ -21,11 +21,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.cluster import ANY, Cluster, Link
+from lightning_hetpipe.cluster import ANY, Cluster, Device, Link
 from lightning_hetpipe.engine.control import Control, Message
 from lightning_hetpipe.engine.message import Layout
 from lightning_hetpipe.engine.transport import Edge, connect
 from lightning_hetpipe.profiling.fit import fit_line
+from lightning_hetpipe.profiling.measure import settle
 from lightning_hetpipe.tracing import TensorSpec
 
 SIZES_BYTES = (2**10, 2**13, 2**16, 2**19, 2**22)
@@ -186,8 +187,7 @@ class _Line:
 
     def take(self, label: str) -> Tensor:
         value = self.back.receive(label)["x"]
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        settle(self.device)
         return value
 
     def receive(self, label: str, spec: TensorSpec) -> Tensor:
@@ -264,10 +264,16 @@ def _classes(cluster: Cluster, places: Sequence[Place]) -> dict[Pair, object]:
         (a, b): (
             ends[a],
             ends[b],
+            _are_one(devices[a], devices[b]),
             replace(cluster.link(devices[a].name, devices[b].name), source=ANY, target=ANY),
         )
         for a, b in permutations(range(len(places)), 2)
     }
+
+
+def _are_one(a: Device, b: Device) -> bool:
+    """Whether two ranks share a GPU."""
+    return a.index is not None and (a.host, a.kind, a.index) == (b.host, b.kind, b.index)
 
 
 def _representatives(classes: Mapping[Pair, object]) -> list[Pair]:

@@ -23,6 +23,7 @@ from lightning_hetpipe.engine.order import taken_sends
 from lightning_hetpipe.engine.transport import Transport
 from lightning_hetpipe.errors import MemoryLimitError, RankFailedError, UnsupportedError
 from lightning_hetpipe.graph import READER
+from lightning_hetpipe.profiling.measure import settle
 from lightning_hetpipe.schedule.action import Action, Kind, Schedule
 from lightning_hetpipe.timeline import Span
 
@@ -175,8 +176,9 @@ class Runtime:
         self._control.doing = str(action)
         start_s = time.monotonic()
         try:
-            with torch.profiler.record_function(str(action)):
+            with torch.profiler.record_function(str(action)), self._control.blaming():
                 yield
+                settle(self._transport.device)
         except RankFailedError:
             raise
         except BaseException as error:

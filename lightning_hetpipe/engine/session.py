@@ -125,6 +125,7 @@ class Engine:
         self._runtime = None
         self._schedules = {}
         self._make = make_schedule
+        self.control.close_device_groups()
         transport = connect(
             self.control,
             f"plan{next(self._plans)}",

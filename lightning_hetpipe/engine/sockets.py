@@ -35,7 +35,8 @@ class Sockets:
                 if os.fstat(fd).st_ino != inode:
                     continue  # closed since, and the number was given to another file
                 with socket.socket(fileno=os.dup(fd)) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
+                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        connection.shutdown(socket.SHUT_RDWR)  # of a listener: gloo's thread would abort
 
 
 def _open_sockets() -> dict[int, int]:

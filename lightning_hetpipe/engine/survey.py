@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from lightning_hetpipe.cluster import Cluster, Device
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.memory import tune_allocator
+from lightning_hetpipe.engine.places import torch_device
 from lightning_hetpipe.errors import ProfileError
 from lightning_hetpipe.profiles import DeviceProfile, Profile
 from lightning_hetpipe.profiling.analytic import analytic_profile
@@ -91,13 +92,13 @@ def _measure(
 ) -> Profile:
     settings = f"allocator tuned: {tune_allocator()}"
     measured: dict[object, DeviceProfile] = {}
-    for kind in {device.kind: None for device in cluster.devices}:
-        there = module if kind == "cpu" else copy.deepcopy(module).to(kind)
-        placed = pytree.tree_map_only(Tensor, methodcaller("to", kind), args)
+    for place in dict.fromkeys(map(torch_device, cluster.devices)):
+        there = module if place.type == "cpu" else copy.deepcopy(module).to(place)
+        placed = pytree.tree_map_only(Tensor, methodcaller("to", place), args)
         traced = trace(there, placed, {}, blocks)
         inputs = traced.bind(placed, {})
         for device in cluster.devices:
-            if device.kind == kind and device.kind_key not in measured:
+            if torch_device(device) == place and device.kind_key not in measured:
                 measured[device.kind_key] = _measure_one(traced, inputs, sizes, device, settings, progress)
     devices = tuple(replace(measured[each.kind_key], device=each.name) for each in cluster.devices)
     environment = {"torch": torch.__version__, "processor": processor_name()}

@@ -4,7 +4,7 @@
     0RECV_B3 ◄── edge (1, 0, B) ◄── 1SEND_B3        sends are held until they are taken
 
 Where several ranks hold a stage, each pair of ranks has an edge, and `pieces` says which rows it carries.
-A gloo edge moves host memory (a CUDA tensor is staged); NCCL serves edges between two CUDA ranks.
+A gloo edge moves host memory (a CUDA tensor is staged); NCCL serves edges between two GPUs.
 """
 
 import time
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.cluster import Cluster, Link
-from lightning_hetpipe.engine.c10d import Group, PrefixStore, Work, nccl_group
+from lightning_hetpipe.engine.c10d import Group, Work
 from lightning_hetpipe.engine.control import Control
 from lightning_hetpipe.engine.emulate import LinkClock, wait_until
 from lightning_hetpipe.engine.message import Layout, Specs
 from lightning_hetpipe.engine.pieces import Holding, Rows, overlaps
+from lightning_hetpipe.engine.places import backend_between, processor
 from lightning_hetpipe.graph import READER, Route
 from lightning_hetpipe.schedule.action import Action, Kind
 
@@ -51,9 +52,8 @@ class Edge:
     Args:
         name: Unique among all edges, equal on both ends.
         ranks: Sender and receiver.
-        link: What lies between them; None for the link as it is.
-        clock: The sender's clock of the link, shared by the edges that use it.
-        nccl: Both ends are CUDA ranks.
+        clock: The sender's clock of an emulated link, shared by the edges that use it.
+        nccl: The ends are two GPUs.
     """
 
     def __init__(
@@ -69,14 +69,19 @@ class Edge:
         self.name, self.stamped = name, clock is not None
         self._control, self._clock, self._device = control, clock, device
         self._wire = device if nccl else _HOST
+        self._nccl = nccl
+        # A receive that NCCL waits for occupies the GPU, so it is posted when its turn has come.
+        self._ahead = 0 if nccl else AHEAD
         self._peer = ranks[1] if ranks[0] == control.rank else ranks[0]
         self._peer_index = ranks.index(self._peer)
         self._group: Group = (
-            _nccl_group(control, name, ranks, device) if nccl else control.create_group(name, ranks)
+            control.create_device_group(name, ranks, device) if nccl else control.create_group(name, ranks)
         )
         self._sent: dict[str, tuple[Work, Tensor]] = {}
         self._coming: deque[tuple[str, Layout]] = deque()
         self._posted: deque[tuple[Layout, Work, Tensor]] = deque()
+        if nccl:
+            self._meet(sends=ranks[0] == control.rank)
 
     def send(self, label: str, layout: Layout, values: Mapping[str, Tensor]) -> None:
         """Sends a message without waiting for it to be taken."""
@@ -84,13 +89,14 @@ class Edge:
         if self._clock is not None:
             layout.stamp(buffer, self._clock.stamp(layout.payload_bytes, time.monotonic()))
         with self._control.naming(self._peer, label):
-            self._sent[label] = (self._group.send([buffer], self._peer_index, 0), buffer)
+            work = self._group.send([self._on_wire(buffer)], self._peer_index, 0)
+        self._sent[label] = (work, buffer)
 
     def release(self, label: str) -> None:
         """Waits until a message is taken and lets go of its buffer."""
         if label in self._sent:
             work, _ = self._sent.pop(label)
-            self._control.wait(work, self._peer, f"taking {label}")
+            self._wait(work, f"taking {label}")
 
     def release_all(self) -> None:
         for label in tuple(self._sent):
@@ -99,14 +105,16 @@ class Edge:
     def expect(self, messages: Iterable[tuple[str, Layout]]) -> None:
         """Announces the messages of a step, in the order of their arrival; posts the first ones."""
         self._coming.extend(messages)
-        while self._coming and len(self._posted) < AHEAD:
+        while self._coming and len(self._posted) < self._ahead:
             self._post()
 
     def receive(self, label: str) -> dict[str, Tensor]:
         """The next message, once it may be consumed."""
+        if not self._posted:
+            self._post()
         layout, work, buffer = self._posted.popleft()
-        self._control.wait(work, self._peer, label)
-        if self._coming:
+        self._wait(work, label)
+        if self._coming and self._ahead:
             self._post()
         if layout.stamped:
             wait_until(layout.read_stamp(buffer))
@@ -116,7 +124,28 @@ class Edge:
         label, layout = self._coming.popleft()
         buffer = layout.empty(self._wire)
         with self._control.naming(self._peer, label):
-            self._posted.append((layout, self._group.recv([buffer], self._peer_index, 0), buffer))
+            work = self._group.recv([self._on_wire(buffer)], self._peer_index, 0)
+        self._posted.append((layout, work, buffer))
+
+    def _wait(self, work: Work, expected: str) -> None:
+        wait = self._control.wait_on_device if self._nccl else self._control.wait
+        wait(work, self._peer, expected)
+
+    def _on_wire(self, buffer: Tensor) -> Tensor:
+        """NCCL knows fewer dtypes than torch, so it gets bytes."""
+        return buffer.reshape(-1).view(torch.uint8) if self._nccl else buffer
+
+    def _meet(self, *, sends: bool) -> None:
+        """Connects both ends of an NCCL edge now, while all ranks go through the edges in one order.
+
+        NCCL connects at the first transfer and both ends wait there; if each began with another edge,
+        they would wait for ever.
+        """
+        token, label = torch.zeros(1, device=self._device), f"connecting {self.name}"
+        transfer = self._group.send if sends else self._group.recv
+        with self._control.naming(self._peer, label):
+            work = transfer([token], self._peer_index, 0)
+        self._wait(work, label)
 
 
 @dataclass(frozen=True)
@@ -326,7 +355,7 @@ def connect(
         routes: What the stages send to each other.
         holdings: The ranks of each stage.
         axes: Where a group shares a stage, the dimension of each value that counts the samples.
-        cluster: Rank ``i`` is its device ``i``; tells which links are emulated and which ranks have CUDA.
+        cluster: Rank ``i`` is its device ``i``; tells which links are emulated and which ranks have GPUs.
         owners: Sets of ranks that hold the same parameters and sum their gradients.
 
     Raises:
@@ -337,6 +366,7 @@ def connect(
     by_ends = {(route.source, route.target): route for route in routes}
     transport = Transport(control, device, by_ends, held, axes or {})
     clocks: dict[tuple[int, int], LinkClock] = {}
+    processors = _processors(control, device, cluster)
 
     def edge(key: str, ranks: tuple[int, int]) -> Edge:
         link = emulated_link(cluster, ranks)
@@ -346,7 +376,7 @@ def connect(
             ranks,
             device=device,
             clock=None if link is None else clocks.setdefault(ranks, LinkClock(link)),
-            nccl=cluster is not None and all(cluster.devices[rank].kind == "cuda" for rank in ranks),
+            nccl=link is None and backend_between(*(processors[rank] for rank in ranks)) == "nccl",
         )
 
     for key, sender, receiver in _edges(routes, held):
@@ -385,11 +415,17 @@ def emulated_link(cluster: Cluster | None, ranks: tuple[int, int]) -> Link | Non
     return link if link.emulated else None
 
 
-def _nccl_group(control: Control, name: str, ranks: tuple[int, int], device: torch.device) -> Group:
-    assert control.store is not None
-    store = PrefixStore(f"nccl/{name}", control.store)
-    with control.naming(None, f"joining group {name}"):
-        return nccl_group(store, ranks.index(control.rank), len(ranks), device, control.timeout_s)
+def _processors(control: Control, device: torch.device, cluster: Cluster | None) -> list[str | None]:
+    """The GPU of each rank; None for a rank on a CPU."""
+    if cluster is None or control.store is None:
+        return [None] * control.world_size
+    if cluster.devices[control.rank].kind == "cuda":
+        control.store.set(f"processor{control.rank}", processor(device) or "")
+    with control.naming(None, "learning who computes where"):
+        return [
+            (control.store.get(f"processor{rank}").decode() or None) if each.kind == "cuda" else None
+            for rank, each in enumerate(cluster.devices)
+        ]
 
 
 @dataclass(frozen=True)

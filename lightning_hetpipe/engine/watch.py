@@ -96,7 +96,8 @@ class Watch:
         self._left: set[int] = set()
         self._count = 0
         self._answered_at = time.monotonic()
-        self._jobs: queue.Queue[tuple[Callable[[], Any], threading.Event]] = queue.Queue()
+        # A signal handler may put a job while the main thread puts one: only this kind of queue allows it.
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], threading.Event]] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hetpipe-watch", daemon=True)
 

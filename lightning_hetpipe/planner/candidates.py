@@ -14,6 +14,8 @@ from lightning_hetpipe.planner.simulate import simulate_schedule, step_seconds
 from lightning_hetpipe.plans import SCHEDULES, Plan, Prediction, Stage
 from lightning_hetpipe.profiles import Profile
 
+MANY_ACTIONS = 30_000
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -83,15 +85,25 @@ def stages_of(placement: Placement, pools: Pools, cluster: Cluster, cuts: Sequen
 
 
 def make_candidates(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> Iterator[Candidate]:
-    """One candidate per allowed schedule that fits in memory."""
+    """One candidate per allowed schedule that fits in memory.
+
+    Where a step has so many actions that simulating it takes long, GPipe is left out if 1F1B is allowed:
+    with enough in flight 1F1B is rarely slower.
+    """
     base = draft(setting, stages, micro_batch)
-    for schedule in setting.schedules:
+    many = n_actions(base) > MANY_ACTIONS
+    for schedule in ("1f1b",) if many and "1f1b" in setting.schedules else setting.schedules:
         plan = with_schedule(setting, base, schedule)
         if plan is not None:
             cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
             lists = schedule_of(plan, setting.profile.graph, check=False)
             seconds = step_seconds(lists, cost.seconds, cost.transfer)
             yield Candidate(plan, seconds + cost.optimizer_s())
+
+
+def n_actions(plan: Plan) -> int:
+    """About how many actions a step of the plan has, over all ranks."""
+    return 6 * len(plan.stages) * len(plan.slices(plan.batch_size))
 
 
 def formula_s(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> float:

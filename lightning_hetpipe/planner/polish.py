@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from lightning_hetpipe.planner.candidates import Candidate, Setting, make_candidates
+from lightning_hetpipe.planner.candidates import Candidate, Setting, make_candidates, n_actions
 from lightning_hetpipe.plans import Stage
 
 
@@ -25,7 +25,7 @@ def polish(setting: Setting, start: Candidate, *, fixed: int, actions: int) -> C
     """
     setting = replace(setting, schedules=(start.plan.schedule,))
     best, tried = start, {start.plan.stages}
-    cost = 6 * len(start.plan.stages) * len(start.plan.slices(start.plan.batch_size))
+    cost = n_actions(start.plan)
     improved = True
     while improved:
         improved = False

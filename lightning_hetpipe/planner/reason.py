@@ -24,7 +24,12 @@ def explain(
         rows: Baselines.
         gap: How far the search can be from the best placement, as a fraction.
     """
-    parts = [_worth(plan, rows), _bottleneck(setting, plan), _rejected(plan, found), _limit(setting, plan)]
+    parts = [
+        _worth(setting, plan, rows),
+        _bottleneck(setting, plan),
+        _rejected(plan, found),
+        _limit(setting, plan),
+    ]
     if gap > 0.02:
         parts.append(f"a better placement could save {gap:.0%} at most")
     return "; ".join(part for part in parts if part)
@@ -35,10 +40,12 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_s
 
 
-def _worth(plan: Plan, rows: Sequence[Baseline]) -> str:
+def _worth(setting: Setting, plan: Plan, rows: Sequence[Baseline]) -> str:
     best = min((row for row in rows if np.isfinite(row.step_s)), key=lambda row: row.step_s, default=None)
     if len(plan.stages) == 1:
         name = plan.stages[0].devices[0]
+        if len(setting.cluster.devices) == 1:
+            return f"{name} is the only device ({_step_s(plan):.4g} s per step)"
         return f"a pipeline is not worth it: {name} alone is fastest ({_step_s(plan):.4g} s per step)"
     if best is None:
         return "nothing but a pipeline fits"

@@ -26,13 +26,13 @@ from lightning_hetpipe.planner.plan_cost import PlanCost
 from lightning_hetpipe.planner.polish import polish
 from lightning_hetpipe.planner.pools import Pools, in_order, make_chain, make_pools
 from lightning_hetpipe.planner.reason import explain, infeasible
-from lightning_hetpipe.planner.split import Even, even_stages
+from lightning_hetpipe.planner.split import Even, even_stages, named_stages
 from lightning_hetpipe.plans import SCHEDULES, Alternative, Plan, Stage
 from lightning_hetpipe.profiles import Profile
 
 _MARGIN = 1.1  # the closed form is off by as much, so placements up to here are worth a simulation
 _COARSE = 0.004  # cuts nearer to each other than this fraction of a period count as one
-_ACTIONS = 60_000  # actions that re-ranking may simulate per micro-batch size
+_ACTIONS = 100_000  # actions that re-ranking may simulate per micro-batch size
 
 
 def make_plan(
@@ -42,9 +42,9 @@ def make_plan(
     *,
     micro_batch: int | Literal["auto"] = "auto",
     schedule: str = "auto",
-    merge: str = "auto",
     stages: int | None = None,
     even: Even | bool = False,
+    cuts: Sequence[str] | None = None,
     device_order: Sequence[str] | None = None,
     pinned_last: str | None = None,
     optimizer_copies: float = ADAM,
@@ -58,9 +58,9 @@ def make_plan(
         batch_size: Samples per optimizer step.
         micro_batch: Samples per micro-batch, or ``auto``.
         schedule: ``gpipe``, ``1f1b`` or ``auto``.
-        merge: ``auto`` or ``never``; both place one device per stage while no group times are measured.
         stages: Exactly so many stages; as many as pay by default.
         even: Split without a search: ``layers``, or ``time`` (also True) on the first device.
+        cuts: Split by hand: the name of the first layer of every stage but the first.
         device_order: Uses exactly these devices, in this order of stages.
         pinned_last: The device that must read the data and hold the last stage; any by default.
         optimizer_copies: State values that the optimizer keeps per parameter (Adam 2, momentum 1, SGD 0).
@@ -76,22 +76,22 @@ def make_plan(
             Setting(profile, cluster, batch_size, schedules_of(schedule), optimizer_copies),
             micro_batch,
             schedule,
-            stages,
+            len(cuts) + 1 if cuts is not None and stages is None else stages,
             "time" if even is True else even or None,
+            tuple(cuts) if cuts is not None else None,
             tuple(device_order) if device_order is not None else None,
             pinned_last,
-        ),
-        merge,
+        )
     )
     setting = request.setting
     alone = Alone(setting)
     bound = alone.bound_images_per_s()
     single = fastest_single(setting, alone, pinned_last)
-    search = _fixed(request) if request.even else _searched(request, single)
+    search = _fixed(request) if request.is_fixed else _searched(request, single)
     if not search.found:
         raise infeasible(setting, request.sizes, stages=stages, device_order=request.device_order)
     winner = min(search.found, key=lambda candidate: candidate.order)
-    if not request.even:
+    if not request.is_fixed:
         fixed = len(winner.plan.stages) if request.device_order else int(pinned_last is not None)
         winner = polish(setting, winner, fixed=fixed, actions=_ACTIONS)
     plan = finish(setting, winner.plan, bound)
@@ -113,7 +113,7 @@ def make_plan(
 
 
 def all_baselines(setting: Setting, alone: Alone, plan: Plan) -> list[Baseline]:
-    """Everything that DESIGN names, but the fastest single device: each at its best micro-batch size."""
+    """Even splits and data-parallel training, each at its best micro-batch size."""
     sizes = neighbours(setting.sizes, plan.micro_batch, 5)
     return [
         even_split(setting, "layers", sizes),
@@ -132,8 +132,14 @@ class _Request:
     schedule: str
     stages: int | None
     even: Even | None
+    cuts: tuple[str, ...] | None
     device_order: tuple[str, ...] | None
     pinned_last: str | None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the stages are given, so that nothing is searched."""
+        return self.even is not None or self.cuts is not None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -150,7 +156,7 @@ class _Found:
     gap: float = 0.0
 
 
-def _check(request: _Request, merge: str) -> _Request:
+def _check(request: _Request) -> _Request:
     setting, n_layers = request.setting, len(request.setting.profile.graph)
     names = {device.name for device in setting.cluster.devices}
     if setting.batch_size < 1:
@@ -163,8 +169,10 @@ def _check(request: _Request, merge: str) -> _Request:
         raise PlanError(
             f"schedule {request.schedule!r} is unknown; known are {', '.join(SCHEDULES)} and auto"
         )
-    if merge not in ("auto", "never"):
-        raise PlanError(f"merge {merge!r} needs measured group times, which this profile does not have")
+    if request.cuts is not None and request.even is not None:
+        raise PlanError(f"cuts {request.cuts} and an even split were both asked for: give one of them")
+    if request.cuts is not None and request.stages != len(request.cuts) + 1:
+        raise PlanError(f"{len(request.cuts)} cuts make {len(request.cuts) + 1} stages, not {request.stages}")
     if request.even not in (None, "layers", "time"):
         raise PlanError(f"even {request.even!r} is unknown; known are layers, time, True and False")
     for name in (*(request.device_order or ()), *((request.pinned_last,) if request.pinned_last else ())):
@@ -193,14 +201,17 @@ def _check(request: _Request, merge: str) -> _Request:
 
 
 def _fixed(request: _Request) -> _Found:
-    """An even split at every micro-batch size on offer."""
-    assert request.even is not None
+    """An even split, or one by hand, at every micro-batch size on offer."""
     order = request.device_order or _given_order(request)
     if request.device_order is None:
         order = order[-(request.stages or len(order)) :] if request.pinned_last else order[: request.stages]
     result = _Found()
     for size in request.sizes:
-        stages = even_stages(request.setting.costs(size), order, request.even)
+        if request.cuts is not None:
+            stages = named_stages(request.setting.profile.graph, request.cuts, order)
+        else:
+            assert request.even is not None
+            stages = even_stages(request.setting.costs(size), order, request.even)
         result.found += make_candidates(request.setting, stages, size)
     return result
 
@@ -322,11 +333,11 @@ def _place(chain: Chain, upper_s: float) -> Placements:
 
 
 def _most(placements: Placements, n_micro_batches: int) -> int:
-    """How many placements can be simulated within `_ACTIONS`, two at least."""
+    """How many placements can be simulated within `_ACTIONS`, one at least."""
     if not placements.found:
         return 0
-    actions = 6 * n_micro_batches * len(placements.found[0].starts) * 2
-    return max(2, min(len(placements.found), _ACTIONS // actions))
+    actions = 2 * 6 * n_micro_batches * len(placements.found[0].starts)
+    return max(1, min(len(placements.found), _ACTIONS // actions))
 
 
 def _unpinned(request: _Request, single: Baseline) -> list[Baseline]:

@@ -1,12 +1,14 @@
-"""Splits that need no search: equal numbers of layers, or equal time on one device."""
+"""Splits that need no search: equal numbers of layers, equal time on one device, or cuts by name."""
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from itertools import accumulate
 from typing import Literal
 
 import numpy as np
 
 from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.graph import LayerGraph
 from lightning_hetpipe.planner.cost import LayerCosts
 from lightning_hetpipe.plans import Stage
 
@@ -35,6 +37,30 @@ def even_stages(costs: LayerCosts, devices: Sequence[str], even: Even) -> tuple[
         sizes = _balanced(np.diff(forward + backward).tolist(), n)
     stops = list(accumulate(sizes))
     return tuple(Stage(stop - size, stop, (name,)) for name, size, stop in zip(devices, sizes, stops))
+
+
+def named_stages(graph: LayerGraph, cuts: Sequence[str], devices: Sequence[str]) -> tuple[Stage, ...]:
+    """One stage per device; every stage but the first begins at a named layer.
+
+    Args:
+        cuts: Layer names, in the model's order.
+        devices: One more than cuts.
+
+    Raises:
+        PlanError: A name is no layer, or the names are out of order.
+    """
+    index = {layer.name: position for position, layer in enumerate(graph.layers)}
+    for name in cuts:
+        if name not in index:
+            near = get_close_matches(name, index, 3) or list(index)[:8]
+            raise PlanError(f"the plan cuts at {name!r}, which is no layer; did you mean {', '.join(near)}?")
+    edges = [0, *(index[name] for name in cuts), len(graph)]
+    if edges != sorted(set(edges)):
+        raise PlanError(
+            f"cuts {', '.join(cuts)} are layers {edges[1:-1]}: name them in the model's order, each once, "
+            "without the first layer"
+        )
+    return tuple(Stage(start, stop, (name,)) for start, stop, name in zip(edges, edges[1:], devices))
 
 
 def _balanced(weights: Sequence[float], n: int) -> list[int]:

@@ -1,13 +1,18 @@
 """Times the layers of a traced module on this device.
 
 Layers are run one by one for their proportions, then in longer runs that are scaled to: a run of layers
-costs less than its layers apart, and only the runs pass through the caller's section (which may stretch
-them, when a device is emulated).
+costs less than its layers apart.
 
     layers   |a|b|c|d|e|f|g|h|        seconds of each
     runs     |   A   |   B   |        seconds of A replace a+b+c+d, in proportion
+
+Both are counted in the processor's own time, which other processes do not disturb. At the smallest size
+the runs also pass through the caller's section (which stretches them, when a device is emulated), and
+wall-clock seconds per processor second there, the *pace*, turns all figures into wall-clock seconds. So a
+slow device, or one that gets a part of a core only, is found out without running everything slowly.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +28,12 @@ from lightning_hetpipe.profiles import DeviceProfile
 from lightning_hetpipe.tracing import StageModule, Traced
 
 _REPEATS = (2, 5)
+_PACE_S = 1.5  # wall-clock seconds that a pace is taken over, at least
 _N_RUNS = 8
 
 T = TypeVar("T")
+Timing = tuple[float, float]  # seconds of the processor, and of the wall clock
+Times = tuple[list[float], list[float]]  # forward and backward, by stage
 Section = Callable[[], AbstractContextManager[object]]
 
 
@@ -38,7 +46,7 @@ def measure_device(
     section: Section = nullcontext,
     context: Section = nullcontext,
     progress: Callable[[int, int], None] | None = None,
-    budget_s: float = 4.0,
+    budget_s: float = 10.0,
 ) -> DeviceProfile:
     """Measures forward and backward seconds of every layer at several micro-batch sizes.
 
@@ -50,10 +58,11 @@ def measure_device(
         inputs: Real inputs by name; batches are made by repeating or dropping their rows.
         micro_batches: Sizes in samples.
         device: The name that the profile carries.
-        section: Entered around each timed run of layers; what it adds is part of the time.
+        section: Entered around runs of layers; what it adds is part of the time.
         context: Entered around each forward, such as autocast.
         progress: Called with (parts done, parts in all).
-        budget_s: Seconds to spend; each size is run a few times, whatever the budget.
+        budget_s: Seconds to spend: repeats, then sizes, are left out where they would take longer. Two sizes
+            are always run.
 
     Raises:
         ProfileError: A size is not positive, or the inputs are not those of the module.
@@ -65,47 +74,83 @@ def measure_device(
         raise ProfileError(f"inputs {sorted(inputs)} were given; the module takes {list(traced.input_names)}")
     report = progress or (lambda done, total: None)
     n_layers = len(traced.graph)
-    layers = [traced.stage(layer, layer + 1) for layer in range(n_layers)]
-    columns: list[tuple[list[float], list[float]]] = []
+    place = next(iter(inputs.values())).device
+    layers = [traced.stage(layer, layer + 1, place) for layer in range(n_layers)]
+    columns: dict[int, Times] = {}
     spreads: list[float] = []
+    began_s = time.perf_counter()
     with _unchanged(traced.module, inputs):
-        for index, size in enumerate(sizes):
+        for size in _in_order(sizes, lambda: budget_s - (time.perf_counter() - began_s)):
+            report(len(columns), len(sizes))
             batch = _resized(inputs, size)
-            deadline = time.perf_counter() + budget_s / len(sizes)
-            report(2 * index, 2 * len(sizes))
-            apart, spread = _repeat(layers, batch, nullcontext, context, deadline - budget_s / len(sizes) / 2)
-            report(2 * index + 1, 2 * len(sizes))
+            deadline_s = time.perf_counter() + budget_s / len(sizes)
+            apart, spread = _repeat(layers, batch, context, deadline_s - budget_s / len(sizes) / 2)
             starts = _run_starts(apart)
-            runs = [traced.stage(start, stop) for start, stop in zip(starts, [*starts[1:], n_layers])]
-            together, _ = _repeat(runs, batch, section, context, deadline)
-            columns.append((_scaled(apart[0], together[0], starts), _scaled(apart[1], together[1], starts)))
+            runs = [traced.stage(start, stop, place) for start, stop in zip(starts, [*starts[1:], n_layers])]
+            together, _ = _repeat(runs, batch, context, deadline_s)
+            if size == sizes[0]:
+                smallest = (runs, batch)
+            columns[size] = (
+                _scaled(apart[0], together[0], starts),
+                _scaled(apart[1], together[1], starts),
+            )
             spreads.append(spread)
-    report(2 * len(sizes), 2 * len(sizes))
+        pace = _pace(*smallest, section, context)
+    report(len(sizes), len(sizes))
+    measured = sorted(columns)
     return DeviceProfile(
         device=device,
-        micro_batches=sizes,
-        forward_s=tuple(zip(*(forward for forward, _ in columns))),
-        backward_s=tuple(zip(*(backward for _, backward in columns))),
+        micro_batches=tuple(measured),
+        forward_s=_table([columns[size][0] for size in measured], pace),
+        backward_s=_table([columns[size][1] for size in measured], pace),
         spread=statistics.median(spreads),
     )
 
 
-Times = tuple[list[float], list[float]]
+def _in_order(sizes: Sequence[int], left_s: Callable[[], float]) -> Iterator[int]:
+    """The smallest size, one in the middle, then the largest and the others while there is time.
+
+    A line through the first two says what a size would take: far apart, they make a line worth drawing,
+    also beyond them.
+    """
+    first, rest = sizes[0], list(sizes[1:])
+    before_s = left_s()
+    yield first
+    if not rest:
+        return
+    first_s = before_s - left_s()
+    second = rest.pop(len(rest) // 2)
+    before_s = left_s()
+    yield second
+    slope_s = max(0.0, (before_s - left_s() - first_s) / (second - first))
+    for size in sorted(rest, reverse=True):
+        if first_s + slope_s * (size - first) <= left_s():
+            yield size
+
+
+def _pace(
+    stages: Sequence[StageModule], inputs: Mapping[str, Tensor], section: Section, context: Section
+) -> float:
+    """Wall-clock seconds per second of the processor, through the section."""
+    walls_s = clocks_s = 0.0
+    for repeat in itertools.count(1):
+        clock, wall = _sweep(stages, inputs, context, section)
+        clocks_s += sum(map(sum, clock))
+        walls_s += sum(map(sum, wall))
+        if repeat >= _REPEATS[0] and walls_s >= _PACE_S:
+            break
+    return walls_s / clocks_s
 
 
 def _repeat(
-    stages: Sequence[StageModule],
-    inputs: Mapping[str, Tensor],
-    section: Section,
-    context: Section,
-    deadline: float,
+    stages: Sequence[StageModule], inputs: Mapping[str, Tensor], context: Section, deadline_s: float
 ) -> tuple[Times, float]:
     """Medians over sweeps, after one that warms up, and their relative half-width."""
-    _sweep(stages, inputs, nullcontext, context)
+    _sweep(stages, inputs, context)
     fewest, most = _REPEATS
     sweeps: list[Times] = []
-    while len(sweeps) < fewest or (len(sweeps) < most and time.perf_counter() < deadline):
-        sweeps.append(_sweep(stages, inputs, section, context))
+    while len(sweeps) < fewest or (len(sweeps) < most and time.perf_counter() < deadline_s):
+        sweeps.append(_sweep(stages, inputs, context)[0])
     forward = [statistics.median(times) for times in zip(*(sweep[0] for sweep in sweeps))]
     backward = [statistics.median(times) for times in zip(*(sweep[1] for sweep in sweeps))]
     totals = sorted(sum(sweep[0]) + sum(sweep[1]) for sweep in sweeps)
@@ -114,19 +159,27 @@ def _repeat(
 
 
 def _sweep(
-    stages: Sequence[StageModule], inputs: Mapping[str, Tensor], section: Section, context: Section
-) -> Times:
-    """One forward and one backward through all stages, cut at every boundary; seconds of each stage."""
+    stages: Sequence[StageModule],
+    inputs: Mapping[str, Tensor],
+    context: Section,
+    section: Section = nullcontext,
+) -> tuple[Times, Times]:
+    """One forward and one backward through all stages, apart from each other.
+
+    Returns:
+        Forward and backward seconds of each stage, in the processor's time and in wall-clock time.
+    """
     made = dict(inputs)
+    place = next(iter(inputs.values())).device
     entered: list[dict[str, Tensor]] = []
     left: list[dict[str, Tensor]] = []
-    forward_s: list[float] = []
+    forward_s: list[Timing] = []
     for stage in stages:
         values = {
             name: made[name].detach().requires_grad_(made[name].requires_grad) for name in stage.input_names
         }
         with context():
-            seconds, outputs = _timed(partial(stage, values), section)
+            seconds, outputs = _timed(partial(stage, values), section, place)
         forward_s.append(seconds)
         entered.append(values)
         left.append(outputs)
@@ -135,7 +188,7 @@ def _sweep(
         name: torch.full_like(tensor, 1 / max(tensor.numel(), 1)) for name, tensor in left[-1].items()
     }
     made.clear()
-    backward_s: list[float] = []
+    backward_s: list[Timing] = []
     for _ in stages:
         values, outputs = entered.pop(), left.pop()
         pairs = [
@@ -143,24 +196,46 @@ def _sweep(
             for name, tensor in outputs.items()
             if tensor.requires_grad and name in gradients
         ]
-        seconds = 0.0
+        seconds = (0.0, 0.0)
         if pairs:
             tensors, incoming = zip(*pairs)
-            seconds, _ = _timed(partial(torch.autograd.backward, tensors, incoming), section)
+            seconds, _ = _timed(partial(torch.autograd.backward, tensors, incoming), section, place)
         backward_s.append(seconds)
         for name, tensor in values.items():
             if tensor.grad is not None:
                 gradients[name] = tensor.grad + gradients[name] if name in gradients else tensor.grad
-    return forward_s, backward_s[::-1]
+    clock, wall = (
+        ([each[kind] for each in forward_s], [each[kind] for each in reversed(backward_s)]) for kind in (0, 1)
+    )
+    return clock, wall
 
 
-def _timed(run: Callable[[], T], section: Section) -> tuple[float, T]:
-    start = time.perf_counter()
+def _timed(run: Callable[[], T], section: Section, place: torch.device) -> tuple[Timing, T]:
+    clock = _clock(place)
+    settle(place)
+    start_s, wall_s = clock(), time.perf_counter()
     with section():
         result = run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    return time.perf_counter() - start, result
+        settle(place)
+        ran_s = clock() - start_s
+    return (ran_s, time.perf_counter() - wall_s), result
+
+
+def _clock(place: torch.device) -> Callable[[], float]:
+    """What counts the processor's own seconds; a GPU's are those of the wall clock."""
+    if place.type != "cpu":
+        return time.perf_counter
+    return time.thread_time if torch.get_num_threads() == 1 else time.process_time
+
+
+def _table(columns: Sequence[Sequence[float]], pace: float) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(pace * seconds for seconds in row) for row in zip(*columns))
+
+
+def settle(device: torch.device) -> None:
+    """Waits until a GPU has done what this thread asked of it; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _run_starts(apart: Times) -> list[int]:

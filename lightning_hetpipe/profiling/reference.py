@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.profiling.measure import settle
+
 Section = Callable[[], AbstractContextManager[Any]]
 
 _WINDOW_S = 0.25  # some periods (0.1 s) of a CPU quota
@@ -88,14 +90,9 @@ def _ramp(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _seconds(compute: Callable[[], object], device: torch.device, section: Section) -> float:
-    _settle(device)
+    settle(device)
     start_s = time.perf_counter()
     with section():
         compute()
-        _settle(device)
+        settle(device)
     return time.perf_counter() - start_s
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,1 +1,1 @@
-"""What one rank holds: a run of layers, whole or split with others."""
+"""What a stage does differently from the layers it is made of: BatchNorm over micro-batches."""

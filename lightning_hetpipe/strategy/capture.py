@@ -5,10 +5,12 @@ The batch that is looked at is not lost, no random number is moved, nothing is l
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -20,6 +22,7 @@ from lightning_hetpipe.strategy.steps import ModuleCall, StandIn, SuspendedStep
 
 # Gives the user's step call on rank 0, where the module is known by name.
 Capture = Callable[[StandIn], "Captured"]
+_HOST = torch.device("cpu")  # where the module is, until it is partitioned
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,13 @@ def capture_from_loader(trainer: Any, strategy: Any) -> Capture | None:
 
     def capture(stand_in: StandIn) -> Captured:
         batch = peeked
-        with isolate_rng():
+        with _unmoved_generators():
             if batch is None:
                 firsts = [first_of(each) for each in loader.flattened]
                 batch = pytree.tree_unflatten(firsts, loader._spec) if loader._spec is not None else firsts[0]
             batch = strategy.precision_plugin.convert_input(batch)
             batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-            batch = strategy.batch_to_device(batch, dataloader_idx=0)
+            batch = strategy.batch_to_device(batch, _HOST, dataloader_idx=0)
             arguments = loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
             step = lambda: module.training_step(*arguments.values())  # noqa: E731
             with torch.enable_grad(), strategy.precision_plugin.train_step_context():
@@ -87,12 +90,22 @@ def capture_from_loader(trainer: Any, strategy: Any) -> Capture | None:
     return capture
 
 
-def capture_from_step(module: Any, step: Callable[[], Any], name: str, batch: Any) -> Capture:
-    """How rank 0 captures the call that an evaluation step makes on the batch at hand."""
+def capture_from_step(
+    module: Any, step: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Capture:
+    """How rank 0 captures the call that an evaluation step makes on the batch at hand.
+
+    Args:
+        args, kwargs: Of the step; the batch comes first.
+    """
 
     def capture(stand_in: StandIn) -> Captured:
-        with isolate_rng():
-            return _capture(module, stand_in, step, name, count_samples(batch))
+        there = args, kwargs
+        if module.device != _HOST:
+            there = move_data_to_device(there, _HOST)
+        with _unmoved_generators():
+            run = lambda: step(*there[0], **there[1])  # noqa: E731
+            return _capture(module, stand_in, run, name, count_samples(args[0]))
 
     return capture
 
@@ -100,6 +113,7 @@ def capture_from_step(module: Any, step: Callable[[], Any], name: str, batch: An
 def _capture(module: Any, stand_in: StandIn, step: Callable[[], Any], name: str, n_samples: int) -> Captured:
     suspended = SuspendedStep(stand_in, step, name)
     hook, module._current_fx_name = module._current_fx_name, name
+    device, module._device = module._device, _HOST
     stand_in.install()
     try:
         with LogRecorder(module).active():
@@ -109,6 +123,12 @@ def _capture(module: Any, stand_in: StandIn, step: Callable[[], Any], name: str,
         suspended.abandon()
         stand_in.remove()
         module._current_fx_name = hook
+        module._device = device
+
+
+def _unmoved_generators() -> AbstractContextManager[None]:
+    """Puts all random states back; those of GPUs only where a GPU is in use."""
+    return isolate_rng(include_cuda=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _detach(call: ModuleCall, n_samples: int) -> Captured:

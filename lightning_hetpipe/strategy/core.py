@@ -31,12 +31,13 @@ from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.strategy.capture import Capture, capture_from_loader, capture_from_step
 from lightning_hetpipe.strategy.data import for_this_rank
+from lightning_hetpipe.strategy.devices import refuse_autocast_across_kinds, stand_ins, take_device
 from lightning_hetpipe.strategy.exchange import Exchange
 from lightning_hetpipe.strategy.options import (
     Norm,
     Options,
+    SplitByHand,
     read_cluster,
-    read_merge,
     read_micro_batch,
     read_plan,
     read_profile,
@@ -48,6 +49,7 @@ from lightning_hetpipe.strategy.precision import check_optimizers
 from lightning_hetpipe.strategy.prepare import Run, prepare
 from lightning_hetpipe.strategy.refusals import refuse_callbacks, refuse_module, refuse_optimizers
 from lightning_hetpipe.strategy.shadows import Shadows, adapt
+from lightning_hetpipe.strategy.sigterm import Sigterm
 from lightning_hetpipe.strategy.together import Together
 from lightning_hetpipe.timeline import Timeline
 
@@ -61,14 +63,15 @@ class PipelineStrategy(Together):
 
     Args:
         cluster: A `Cluster`, a mapping, a YAML file or the name of a shipped cluster; None to find the
-            devices at start.
+            devices at start. It decides each rank's device; one with several kinds of device, or with
+            ranks that share a GPU, also decides how many processes there are.
         module: Dotted name of the pipelined submodule; ``auto`` takes the child that holds nearly all
             parameters, else the LightningModule's own ``forward``.
-        plan: A `Plan` or a file: neither profiles nor plans; refused if it belongs to another model.
+        plan: A `Plan`, a mapping or a file: neither profiles nor plans; refused if it belongs to another
+            model. ``even``, or ``{"cuts": [layer names], "devices": [names]}``, gives the stages only.
         micro_batch: Samples per micro-batch, or ``auto``.
         schedule: ``gpipe``, ``1f1b`` or ``auto``.
-        merge: Which devices share a stage: ``auto``, ``never``, or lists of device names.
-        norm: What BatchNorm does with micro-batches: ``keep``, ``deferred``, ``sync``, ``group``, ``freeze``.
+        norm: What BatchNorm does with micro-batches: ``keep``, ``deferred``, ``group``, ``freeze``.
         loss_reduction: How the user's loss reduces over samples: ``mean`` or ``sum``.
         start_method: ``popen``, ``fork`` or ``spawn``; without effect under torchrun or SLURM.
         timeout_s: A rank that others wait for longer than this counts as lost.
@@ -88,10 +91,9 @@ class PipelineStrategy(Together):
         self,
         cluster: Cluster | dict[str, Any] | str | Path | None = None,
         module: str = "auto",
-        plan: Plan | str | Path | None = None,
+        plan: Plan | dict[str, Any] | str | Path | None = None,
         micro_batch: int | str = "auto",
         schedule: str = "auto",
-        merge: str | list[list[str]] = "auto",
         norm: Norm = "keep",
         loss_reduction: str = "mean",
         start_method: str = "popen",
@@ -107,31 +109,30 @@ class PipelineStrategy(Together):
         precision_plugin: Any = None,
     ) -> None:
         self._pl_module: Any = None
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        wanted = read_plan(plan)
         self.options = Options(
             cluster=read_cluster(cluster),
-            plan=read_plan(plan),
+            plan=wanted if isinstance(wanted, Plan) else None,
+            split=wanted if isinstance(wanted, SplitByHand) else None,
             profile=read_profile(profile),
             module=module,
             micro_batch=read_micro_batch(micro_batch),
             schedule=schedule,
-            merge=read_merge(merge),
             norm=norm,
             loss_reduction=loss_reduction,
+            start_method=start_method,
+            checkpoint=checkpoint,
             timeout_s=timeout_s,
             run_dir=None if run_dir is None else Path(run_dir),
             blocks=blocks,
         )
-        if start_method not in ("popen", "fork", "spawn"):
-            raise ValueError(f"start_method={start_method!r} is unknown; known are popen, fork, spawn")
-        if checkpoint not in ("file", "directory"):
-            raise ValueError(f"checkpoint={checkpoint!r} is unknown; known are file, directory")
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices or stand_ins(self.options.known_cluster),
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
         self.start_method = start_method
         self.checkpoint_form = checkpoint
         self.num_nodes = 1
@@ -228,6 +229,7 @@ class PipelineStrategy(Together):
             HetPipeError: Of the kind that fits.
         """
         self.options.check_world(self.world_size)
+        refuse_autocast_across_kinds(self.precision_plugin, self.options.known_cluster)
         module = self.lightning_module
         assert module is not None
         refuse_module(module)
@@ -238,9 +240,10 @@ class PipelineStrategy(Together):
     def setup_environment(self) -> None:
         module = self.lightning_module
         assert module is not None
-        super().setup_environment()
         self.set_world_ranks()
         self.check(module.trainer)
+        take_device(self)
+        super().setup_environment()
         # One reader needs no distributed sampler: the order is that of a single device.
         module.trainer._accelerator_connector.use_distributed_sampler = False
         if self._engine is None:
@@ -257,9 +260,8 @@ class PipelineStrategy(Together):
             # Under a name of its own: a script may train with one Trainer after the other.
             name = f"strategy{next(_JOINED)}"
             store = PrefixStore(name, dist.distributed_c10d._get_default_store())
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return Engine(
+        engine = Engine(
             store,
             self.global_rank,
             self.world_size,
@@ -268,6 +270,10 @@ class PipelineStrategy(Together):
             device=self.root_device,
             store_rank=None if agent_serves else 0,
         )
+        if self.world_size > 1:
+            with engine.control.joining("strategy"):
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return engine
 
     # Set-up and tear-down of a run
 
@@ -279,11 +285,14 @@ class PipelineStrategy(Together):
         self._reset_optimizers_and_schedulers()
         adapt(self._shadows, trainer, self.exchange.leads)
         if trainer.state.fn == "fit":
-            capture = capture_from_loader(trainer, self)
-            if capture is not None:
-                self._prepare(capture)
-            self.setup_optimizers(trainer)
+            with self.exchange.blaming():
+                capture = capture_from_loader(trainer, self)
+                if capture is not None:
+                    self._prepare(capture)
+                self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        assert self._engine is not None
+        trainer._signal_connector._sigterm_notifier_fn = Sigterm(self._engine.control, trainer)
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
@@ -321,7 +330,8 @@ class PipelineStrategy(Together):
 
     def teardown(self) -> None:
         if self._pipeline is not None:
-            self._pipeline.close(whole=not self._is_interrupted())
+            with self.exchange.blaming():
+                self._pipeline.close(whole=not self._is_interrupted())
             self._pipeline = None
         self._shadows.lift()
         super().teardown()
@@ -371,9 +381,7 @@ class PipelineStrategy(Together):
         step = getattr(self.lightning_module, name)
         pipeline = self._pipeline
         if pipeline is None:
-            pipeline = self._prepare(
-                capture_from_step(self.lightning_module, lambda: step(*args, **kwargs), name, args[0])
-            )
+            pipeline = self._prepare(capture_from_step(self.lightning_module, step, name, args, kwargs))
         return pipeline.evaluate(step, args, kwargs)
 
     def _zeroes_next(self, trainer: Any, accumulate: int) -> bool:

@@ -15,6 +15,7 @@ class Exchange:
 
     def __init__(self, control: Control) -> None:
         self._control = control
+        self.blaming = control.blaming  # around collectives of other groups
         self.rank = control.rank
         self.world_size = control.world_size
         self.leading = False  # rank 0 runs something in `lead` now
@@ -69,7 +70,7 @@ class Exchange:
         outcomes = self.gather(outcome)
         if mine is not None:
             raise mine
-        return [unwrap(outcome) for outcome in outcomes]
+        return [unwrap(outcome, rank) for rank, outcome in enumerate(outcomes)]
 
 
 def describe(error: BaseException) -> tuple[type[Exception], str]:
@@ -79,7 +80,7 @@ def describe(error: BaseException) -> tuple[type[Exception], str]:
     return RuntimeError, f"{type(error).__name__}: {error}"
 
 
-def unwrap(outcome: tuple[str, Any]) -> Any:
+def unwrap(outcome: tuple[str, Any], rank: int = 0) -> Any:
     """The value of an outcome that another rank had.
 
     Raises:
@@ -88,5 +89,7 @@ def unwrap(outcome: tuple[str, Any]) -> Any:
     kind, value = outcome
     if kind == "error":
         error_type, message = value
-        raise error_type(message)
+        error = error_type(message)
+        error.add_note(f"raised by rank {rank}")
+        raise error
     return value

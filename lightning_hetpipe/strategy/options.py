@@ -3,22 +3,42 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import ClusterError, PlanError
-from lightning_hetpipe.plans import SCHEDULES, Plan
+from lightning_hetpipe.plans import SCHEDULES, Plan, read_plan_file
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.shipped import conf_dir
 
-Norm = Literal["keep", "deferred", "sync", "group", "freeze"]
-LossReduction = Literal["mean", "sum"]
-StartMethod = Literal["popen", "fork", "spawn"]
+Norm = Literal["keep", "deferred", "group", "freeze"]  # "sync" needs ranks that share a stage
 _CHOICES = {
     "schedule": ("auto", *SCHEDULES),
-    "norm": ("keep", "deferred", "sync", "group", "freeze"),
+    "norm": get_args(Norm),
     "loss_reduction": ("mean", "sum"),
+    "start_method": ("popen", "fork", "spawn"),
+    "checkpoint": ("file", "directory"),
 }
+
+
+@dataclass(frozen=True)
+class SplitByHand:
+    """A plan of which only the stages are given; the rest is measured and predicted as always.
+
+    Attributes:
+        cuts: Names of the layers at which every stage but the first begins; None splits evenly by layers.
+        devices: Who holds the stages, in order; None for all, as the cluster lists them.
+    """
+
+    cuts: tuple[str, ...] | None = None
+    devices: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.cuts is not None and self.devices is not None and len(self.devices) != len(self.cuts) + 1:
+            raise PlanError(
+                f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, but {len(self.devices)} devices "
+                f"are named: {', '.join(self.devices)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -28,19 +48,22 @@ class Options:
     Attributes:
         cluster: None where it is to be found at start.
         plan, profile: None where they are to be made.
+        split: The stages where they are given and the rest of the plan is not.
         micro_batch: None where the planner chooses.
         blocks: Name of a sequence of blocks, for modules that do not trace.
     """
 
     cluster: Cluster | None
     plan: Plan | None
+    split: SplitByHand | None
     profile: Profile | None
     module: str
     micro_batch: int | None
     schedule: str
-    merge: str | tuple[tuple[str, ...], ...]
     norm: Norm
     loss_reduction: str
+    start_method: str
+    checkpoint: str
     timeout_s: float
     run_dir: Path | None
     blocks: str | None
@@ -100,13 +123,35 @@ def read_cluster(cluster: Cluster | Mapping[str, Any] | str | Path | None) -> Cl
     return Cluster.from_yaml(path)
 
 
-def read_plan(plan: Plan | str | Path | None) -> Plan | None:
-    """A plan from a value or a file.
+def read_plan(plan: Plan | Mapping[str, Any] | str | Path | None) -> Plan | SplitByHand | None:
+    """A plan from a value, a mapping or a file; ``even`` or a mapping with ``cuts`` is a split by hand.
 
     Raises:
         PlanError: It cannot be read or contradicts itself.
     """
-    return plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if plan == "even":
+        return SplitByHand()
+    if not isinstance(plan, Mapping):
+        data = read_plan_file(plan)
+        return _read_split(data) if _is_split(data) else Plan.load(plan)
+    return _read_split(plan) if _is_split(plan) else Plan.from_mapping(plan)
+
+
+def _is_split(data: object) -> bool:
+    return isinstance(data, Mapping) and "format" not in data and "cuts" in data
+
+
+def _read_split(data: Any) -> SplitByHand:
+    unknown = sorted(set(map(str, data)) - {"cuts", "devices"})
+    if unknown:
+        raise PlanError(f"a plan with cuts has unknown keys {', '.join(unknown)}; known are cuts and devices")
+    for key, names in data.items():
+        if isinstance(names, str) or not isinstance(names, Sequence):
+            raise PlanError(f"{key} of the plan is {names!r}: give a list of names")
+    devices = data.get("devices")
+    return SplitByHand(tuple(map(str, data["cuts"])), None if devices is None else tuple(map(str, devices)))
 
 
 def read_profile(profile: Profile | str | Path | None) -> Profile | None:
@@ -130,19 +175,6 @@ def read_micro_batch(micro_batch: int | str) -> int | None:
         return int(micro_batch)
     except ValueError:
         raise PlanError(f"micro_batch={micro_batch!r} is neither a number of samples nor 'auto'") from None
-
-
-def read_merge(merge: str | Sequence[Sequence[str]]) -> str | tuple[tuple[str, ...], ...]:
-    """``auto``, ``never``, or groups of device names.
-
-    Raises:
-        PlanError: It is another word.
-    """
-    if isinstance(merge, str):
-        if merge not in ("auto", "never"):
-            raise PlanError(f"merge={merge!r} is unknown: give 'auto', 'never', or lists of device names")
-        return merge
-    return tuple(tuple(group) for group in merge)
 
 
 def _check_same_cluster(planned: Cluster, given: Cluster) -> None:

@@ -177,7 +177,8 @@ class Pipeline:
         except RankFailedError:
             raise
         except Exception as error:
-            self._end(("error", describe(error)), batch)
+            if not self.engine.control.failed:  # else an action failed, and all ranks know of it
+                self._end(("error", describe(error)), batch)
             raise
         finally:
             self._depth -= 1
@@ -219,7 +220,9 @@ class Pipeline:
     ) -> list[Specs]:
         trainable = None if operation == Operation.TRAIN else ()
         by_size = {
-            size: self._traced.shapes(dict(inputs), trainable, context=self._context())
+            size: self._traced.shapes(
+                dict(inputs), trainable, context=self._context(), device=self.engine.device
+            )
             for size, inputs in signature
         }
         return [by_size[size] for size in sizes]

@@ -1,12 +1,13 @@
 """The plan of a run: the user's, the last run's if it still fits, or a new one from measurements."""
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.engine.emulate import Emulator
@@ -19,6 +20,7 @@ from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import DeviceProfile, Profile
 from lightning_hetpipe.profiling.cache import processor_name
 from lightning_hetpipe.profiling.device import profile_device
+from lightning_hetpipe.stage.batchnorm import paused_statistics
 from lightning_hetpipe.strategy.capture import Captured
 from lightning_hetpipe.strategy.discovery import find_cluster
 from lightning_hetpipe.strategy.exchange import Exchange
@@ -103,9 +105,7 @@ def _measure(
         log.info("measuring %d layers on %d devices", len(traced.graph), len(cluster.devices))
     args, kwargs = captured.arguments(engine.device)
     traced.module.to(engine.device)
-    training = traced.module.training
-    traced.module.train()
-    try:
+    with _training(traced.module), paused_statistics(traced.module):
         return profile_device(
             traced,
             traced.bind(args, kwargs),
@@ -115,19 +115,31 @@ def _measure(
             context=context,
             settings=f"allocator tuned: {tune_allocator()}",
         )
+
+
+@contextmanager
+def _training(module: nn.Module) -> Iterator[None]:
+    """Puts a module that evaluates in training mode; one that trains keeps the parts that do not."""
+    modes = {each: each.training for each in module.modules()}
+    if not module.training:
+        module.train()
+    try:
+        yield
     finally:
-        traced.module.train(training)
+        for each, mode in modes.items():
+            each.training = mode
 
 
 def _make(options: Options, profile: Profile, cluster: Cluster, batch_size: int) -> Plan:
-    merge: Any = options.merge
     plan = make_plan(
         profile,
         cluster,
         batch_size,
         micro_batch="auto" if options.micro_batch is None else options.micro_batch,
         schedule=options.schedule,
-        merge=merge,
+        even="layers" if options.split is not None and options.split.cuts is None else False,
+        cuts=None if options.split is None else options.split.cuts,
+        device_order=None if options.split is None else options.split.devices,
         pinned_last=None if _is_movable(cluster) else cluster.devices[0].name,
     )
     # A process cannot become another machine: where devices are real, rank i stays device i.

@@ -6,6 +6,7 @@ rank 0   plan ──► every rank
 all      keep own tensors, build own stage
 """
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from lightning_hetpipe.stage.norm import convert_norm, small_batch_advice
 from lightning_hetpipe.strategy import hooks, norms
 from lightning_hetpipe.strategy.capture import Capture, Captured
 from lightning_hetpipe.strategy.clipping import install_clipping, warn_of_own_clipping
+from lightning_hetpipe.strategy.devices import refuse_autocast_across_kinds
 from lightning_hetpipe.strategy.exchange import Exchange
 from lightning_hetpipe.strategy.groups import Groups, OwnPart, build, make_groups
 from lightning_hetpipe.strategy.mirror import keep_local
@@ -85,6 +87,7 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     traced = _trace(run, pipelined, captured)
     context = run.precision.forward_context
     plan = choose_plan(run.options, run.engine, run.exchange, traced, captured, context, plan)
+    refuse_autocast_across_kinds(run.precision, plan.cluster)
     groups = _groups(run, name, traced, plan, captured)
     _say(run, pipelined, groups)
     run.engine.cluster = plan.cluster
@@ -94,6 +97,7 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     for each in (run.module, *copies):
         partition(each, owners, run.exchange.rank, run.group, run.engine.device)
         cut(each, owners, run.exchange.rank)
+    gc.collect()  # weights that went to other ranks are still in reference cycles
     prepare_precision(run.precision, run.engine.device, run.group)
     own = _install(run, traced, groups, owners)
     restore_clipping = install_clipping(

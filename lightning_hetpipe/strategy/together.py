@@ -41,7 +41,21 @@ class Together(Saving):
         return self._exchange.gather(obj)[src]
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return tensor if self._alone else super().all_gather(tensor, group, sync_grads)
+        if self._alone:
+            return tensor
+        with self.exchange.blaming():
+            # Ranks on GPUs and on CPUs meet in host memory, where the default group of all of them is.
+            gathered: Tensor = super().all_gather(tensor.cpu(), group, sync_grads)
+            return gathered.to(tensor.device)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        with self.exchange.blaming():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Clipping and loss scaling look at the gradients of all ranks."""
+        with self.exchange.blaming():
+            return super().optimizer_step(*args, **kwargs)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._alone:

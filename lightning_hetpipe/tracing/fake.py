@@ -181,7 +181,7 @@ def run_fake(
                 # A clone, because eager code may change in place what it was given, but not a leaf.
                 env[node] = inputs[str(node.target)].empty(device).clone()
             elif node.op != "output":
-                run: Callable[[], Any] = lambda node=node: evaluate(root, node, env)  # type: ignore[misc]  # noqa: E731
+                run: Callable[[], Any] = lambda node=node: evaluate(root, node, env, device)  # type: ignore[misc]  # noqa: E731
                 try:
                     env[node] = run() if around is None else around(node, env, run)
                 except Exception as error:
@@ -198,13 +198,16 @@ def run_fake(
     return env
 
 
-def evaluate(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
-    """The result of one node."""
-    args, kwargs = arguments(node, env)
+def evaluate(
+    root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any], device: torch.device | None = None
+) -> Any:
+    """The result of one node; constants and tensors made in the forward are on a device, if one is given."""
+    args, kwargs = arguments(node, env, device)
     target: Any = node.target
     with torch.set_grad_enabled(node.meta["grad"]):
         if node.op == "get_attr":
-            return attribute(root, target)
+            value = attribute(root, target)
+            return value if device is None or not isinstance(value, Tensor) else value.to(device)
         if node.op == "call_function":
             return target(*args, **kwargs)
         if node.op == "call_method":
@@ -221,10 +224,12 @@ def evaluate(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
             return like_input(module, args, kwargs)
 
 
-def arguments(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
+def arguments(
+    node: fx.Node, env: Mapping[fx.Node, Any], device: torch.device | None = None
+) -> tuple[Any, Any]:
     """What a node is called with."""
     nodes: Any = (node.args, dict(node.kwargs))
-    args, kwargs = map_aggregate(nodes, lambda leaf: _plain(leaf, env))
+    args, kwargs = map_aggregate(nodes, lambda leaf: _plain(leaf, env, device))
     return args, kwargs
 
 
@@ -246,9 +251,11 @@ def attribute(root: nn.Module, path: str) -> Any:
     return value
 
 
-def _plain(leaf: Any, env: Mapping[fx.Node, Any]) -> Any:
+def _plain(leaf: Any, env: Mapping[fx.Node, Any], device: torch.device | None) -> Any:
     if isinstance(leaf, fx.Node):
         return env[leaf]
+    if isinstance(leaf, torch.device) and device is not None:
+        return device
     return bool(leaf) if isinstance(leaf, TrainingFlag) else leaf
 
 

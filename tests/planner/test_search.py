@@ -107,6 +107,15 @@ def test_an_ordered_plan_is_no_worse_than_any_cut_of_that_order() -> None:
             assert plan.prediction.step_s <= simulate(other, profile).step_s * 1.03
 
 
+def test_cuts_by_name_are_kept_and_predicted() -> None:
+    profile, cluster = problem()
+    names = [layer.name for layer in profile.graph.layers]
+    plan = make_plan(profile, cluster, 32, cuts=(names[2], names[5]), device_order=("d2", "d0", "d1"))
+    assert plan.starts == (0, 2, 5)
+    assert [stage.devices for stage in plan.stages] == [("d2",), ("d0",), ("d1",)]
+    assert plan.prediction.step_s == pytest.approx(simulate(plan, profile).step_s, rel=0.05)
+
+
 def test_memory_limits_hold_in_the_plan_and_cut_what_is_in_flight() -> None:
     profile, cluster = problem(cluster={"memory_bytes": [2_500_000] * 4})
     plan = make_plan(profile, cluster, 32, baselines=False)
@@ -136,8 +145,11 @@ def test_nothing_fits_lists_numbered_remedies_with_todays_values() -> None:
         ({"device_order": ("d0", "d0")}, "must name each device once"),
         ({"device_order": ("d0", "d1"), "stages": 3}, "names 2 devices for 3 stages"),
         ({"device_order": ("d0", "d1"), "pinned_last": "d0"}, "'d0' must be last"),
-        ({"merge": [["d1", "d2"]]}, "needs measured group times"),
         ({"even": "speed"}, "even 'speed' is unknown"),
+        ({"cuts": ("layer1",), "even": True}, "give one of them"),
+        ({"cuts": ("layer1",), "stages": 3}, "1 cuts make 2 stages, not 3"),
+        ({"cuts": ("layer1", "nowhere")}, "'nowhere', which is no layer; did you mean"),
+        ({"cuts": ("layer2", "layer1")}, "name them in the model's order"),
     ],
 )
 def test_contradicting_options_are_refused(options, message) -> None:
@@ -196,7 +208,8 @@ def test_the_square_root_rule_minimises_its_own_model() -> None:
 def test_sizes_on_offer_are_divisors_and_what_lies_between_them() -> None:
     assert offered(8) == (1, 2, 3, 4, 8)
     assert offered(13) == (1, 2, 3, 4, 5, 7, 13)
-    assert offered(12, largest=4) == (1, 2, 3, 4)
+    assert offered(12, smallest=4) == (4, 6, 12)
+    assert offered(3, smallest=4) == (3,)
     assert neighbours((1, 2, 4, 8, 16), 5.0) == (4, 8, 2)
 
 
@@ -218,3 +231,15 @@ def test_a_profile_of_other_numbers_has_another_hash() -> None:
     assert profile.content_hash == problem()[0].content_hash
     assert profile.content_hash != other.content_hash
     assert profile.content_hash != dataclasses.replace(profile, step_forward_s=1.0).content_hash
+
+
+def test_the_readers_batch_counts_in_the_last_stages_memory() -> None:
+    graph = make_graph(1, parameter_bytes=1000, saved=100.0)
+    profile = make_profile(graph, [1.0])
+    # Parameter, gradient and two states; one slice's activations, its received input, and the whole batch.
+    need = 4 * 1000 + 2 * 100 + 2 * 50 + 8 * 50
+    options = {"micro_batch": 2, "schedule": "1f1b", "baselines": False}
+    plan = make_plan(profile, make_cluster([1.0], memory_bytes=[need]), 8, **options)
+    assert plan.prediction.memory_bytes == (need,)
+    with pytest.raises(InfeasibleError, match="no plan for a batch of 8 fits"):
+        make_plan(profile, make_cluster([1.0], memory_bytes=[need - 1]), 8, **options)

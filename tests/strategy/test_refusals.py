@@ -12,6 +12,7 @@ from torch import nn
 
 import lightning_hetpipe as hp
 from lightning_hetpipe.errors import ClusterError, GraphError, PlanError, UnsupportedError
+from lightning_hetpipe.strategy.options import SplitByHand, read_plan
 from tests.helpers.pipelines import QUIET, Classifier, hand_plan, loader, pipeline, trainer
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
@@ -95,7 +96,6 @@ def test_a_submodule_that_is_not_there() -> None:
         ({"loss_reduction": "median"}, PlanError, "loss_reduction='median' is unknown"),
         ({"micro_batch": 0}, PlanError, "micro_batch=0 was asked for"),
         ({"micro_batch": "some"}, PlanError, "neither a number of samples nor 'auto'"),
-        ({"merge": "maybe"}, PlanError, "merge='maybe' is unknown"),
         ({"start_method": "thread"}, ValueError, "start_method='thread' is unknown"),
         ({"timeout_s": 0}, PlanError, "timeout_s=0 was asked for"),
     ],
@@ -138,3 +138,24 @@ def test_a_batch_without_tensors(tmp_path: Path) -> None:
     module = Classifier()
     with pytest.raises(hp.HetPipeError, match="holds no tensor with a first dimension"):
         trainer(pipeline(module, 1)).fit(module, [["a", "b"]])
+
+
+def test_a_plan_that_gives_only_the_stages_is_read(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("cuts: [a.b, c]\ndevices: [x, y, z]\n")
+    split = SplitByHand(("a.b", "c"), ("x", "y", "z"))
+    assert read_plan(tmp_path / "plan.yaml") == split
+    assert read_plan({"cuts": ["a.b", "c"], "devices": ["x", "y", "z"]}) == split
+    assert read_plan("even") == SplitByHand()
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"cuts": ["a"], "devices": ["x"]}, "1 cuts make 2 stages, but 1 devices are named: x"),
+        ({"cuts": "a"}, "cuts of the plan is 'a': give a list of names"),
+        ({"cuts": ["a"], "devises": ["x"]}, "unknown keys devises"),
+    ],
+)
+def test_malformed_stages_are_refused(plan: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        read_plan(plan)

@@ -76,6 +76,9 @@ def test_subset_keeps_the_rules_between_the_devices_left() -> None:
         ({"devices": [{"name": "a", "memory": 0}]}, "no memory"),
         ({"devices": [{"name": "a", "threads": 0}]}, "0 threads"),
         ({"devices": [{"name": "a", "count": 0}]}, "count 0"),
+        ({"devices": [{"name": "a", "index": 0}]}, "a cpu has none"),
+        ({"devices": [{"name": "a", "kind": "cuda", "index": -1}]}, "has index -1: an index counts"),
+        ({"devices": [{"name": "a", "kind": "cuda", "speed": 0.5}]}, "only a cpu can pretend"),
         ({"devices": [{"name": "a"}, {"name": "a"}]}, "names devices twice: a"),
         ({"devices": "a"}, "devices must be a list"),
         ({"devices": [{"name": "a"}], "links": [{"latency": 1}]}, "link 0 has no bandwidth"),
@@ -107,3 +110,20 @@ def test_a_missing_file_is_named() -> None:
 def test_an_unknown_device_is_named_with_the_known_ones() -> None:
     with pytest.raises(ClusterError, match="'b' is not in cluster 'c'; it has a"):
         Cluster("c", (Device("a"),)).device("b")
+
+
+def test_accelerators_are_counted_by_host_and_kind_unless_they_have_an_index() -> None:
+    cluster = Cluster.from_mapping(
+        {
+            "devices": [
+                {"name": "a", "kind": "cuda", "host": "x"},
+                {"name": "b", "host": "x"},
+                {"name": "c", "kind": "cuda", "host": "x", "count": 2},
+                {"name": "d", "kind": "cuda", "host": "y"},
+                {"name": "e", "kind": "cuda", "host": "x", "count": 2, "index": 0},
+            ]
+        }
+    )
+    assert [device.index for device in cluster.devices] == [0, None, 1, 2, 0, 0, 0]
+    assert Cluster.from_mapping(cluster.to_mapping()) == cluster
+    assert [device.index for device in cluster.subset(("d", "c2", "a")).devices] == [0, 2, 0]
