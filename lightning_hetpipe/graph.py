@@ -111,17 +111,18 @@ class LayerGraph:
             if value.producer < cut <= end:
                 yield value
 
-    def routes(self, starts: tuple[int, ...]) -> tuple[Route, ...]:
+    def routes(self, starts: tuple[int, ...], *, loss_apart: bool = False) -> tuple[Route, ...]:
         """The messages between stages that begin at these layers.
 
         Args:
             starts: First layer of each stage, ascending, beginning with 0.
+            loss_apart: Whether a further stage without layers follows, which takes the outputs.
 
         Returns:
             Routes ordered by source then target. An output made early is sent to the last stage.
         """
         stage_of = _stage_of(starts, len(self.layers))
-        last_stage = len(starts) - 1
+        last_stage = len(starts) - (not loss_apart)
         pairs: dict[tuple[int, int], list[Value]] = {}
         for value in self.values:
             source = READER if value.producer == READER else stage_of[value.producer]

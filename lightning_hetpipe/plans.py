@@ -142,6 +142,24 @@ class Plan:
         return tuple(stage.start for stage in self.stages)
 
     @property
+    def loss_apart(self) -> bool:
+        """Whether a group shares the last stage: then a loss stage on rank 0 follows it.
+
+        It has no layers. The outputs of the group come together there, for the step that waits for them.
+        """
+        return len(self.stages[-1].devices) > 1
+
+    @property
+    def executed_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """`ranks_of_stage` with the loss stage, as schedules have it."""
+        return (*self.ranks_of_stage, (0,)) if self.loss_apart else self.ranks_of_stage
+
+    @property
+    def executed_in_flight(self) -> tuple[int, ...]:
+        """``in_flight`` with the loss stage, which goes in step with the one before it."""
+        return (*self.in_flight, self.in_flight[-1]) if self.loss_apart else self.in_flight
+
+    @property
     def ranks_of_stage(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that hold each stage."""
         rank_of = {device.name: rank for rank, device in enumerate(self.cluster.devices)}
@@ -153,8 +171,8 @@ class Plan:
         return (self.micro_batch,) * full + ((rest,) if rest else ())
 
     def routes(self, graph: LayerGraph) -> tuple[Route, ...]:
-        """The messages between the stages."""
-        return graph.routes(self.starts)
+        """The messages between the stages, the loss stage included."""
+        return graph.routes(self.starts, loss_apart=self.loss_apart)
 
     def check_graph(self, graph: LayerGraph) -> None:
         """Refuses a plan that was made for another model.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-__all__ = ["Group", "PrefixStore", "Store", "Work", "gloo_device", "gloo_group", "nccl_group"]
+__all__ = ["Collectives", "Group", "PrefixStore", "Store", "Work", "gloo_device", "gloo_group", "nccl_group"]
 
 
 class Work(Protocol):
@@ -33,19 +33,31 @@ class Group(Protocol):
     def abort(self) -> None: ...
 
 
+class Collectives(Group, Protocol):
+    """Ranks that do something together, by their index in the group."""
+
+    def allreduce(self, tensors: list[Tensor]) -> Work: ...
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work: ...
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int]
+    ) -> Work: ...
+
+
 def gloo_device() -> Any:
     """One listening socket and one thread, for all gloo groups of a process."""
     return dist.ProcessGroupGloo.create_default_device()
 
 
-def gloo_group(store: Store, index: int, size: int, device: Any, timeout_s: float) -> Group:
+def gloo_group(store: Store, index: int, size: int, device: Any, timeout_s: float) -> Collectives:
     """Connects to the other ranks of a group; returns once all are there."""
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
     options._devices = [device]
     options._threads = 1
     options._timeout = timedelta(seconds=timeout_s)
-    group: Group = kind(store, index, size, options)
+    group: Collectives = kind(store, index, size, options)
     return group
 
 

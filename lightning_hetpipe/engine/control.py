@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.engine.c10d import (
+    Collectives,
     Group,
     PrefixStore,
     Store,
@@ -104,7 +105,7 @@ class Control:
         self._group = self.create_group("control", tuple(range(world_size)))
         self._post()
 
-    def create_group(self, name: str, ranks: tuple[int, ...]) -> Group:
+    def create_group(self, name: str, ranks: tuple[int, ...]) -> Collectives:
         """A gloo group of these ranks; all of them call this in the same order of names."""
         assert self.store is not None
         store = PrefixStore(name, self.store)

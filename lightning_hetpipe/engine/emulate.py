@@ -42,6 +42,7 @@ class Emulator:
         self._clock = clock
         self._sleep = sleep
         self._overshoot_s = 0.0
+        self._begun: tuple[float, float] | None = None  # wall and cpu clock, inside a section
         self._limited = False
 
     @contextlib.contextmanager
@@ -50,8 +51,27 @@ class Emulator:
         if self.speed == 1.0:
             yield
             return
-        start_s, cpu_s = self._clock(), self._cpu_clock()
+        self._begun = self._clock(), self._cpu_clock()
+        try:
+            yield
+        except BaseException:
+            self._begun = None
+            raise
+        self._stretch()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A wait for other devices inside a section: what was computed before it is stretched first."""
+        if self._begun is None:
+            yield
+            return
+        self._stretch()
         yield
+        self._begun = self._clock(), self._cpu_clock()
+
+    def _stretch(self) -> None:
+        assert self._begun is not None
+        (start_s, cpu_s), self._begun = self._begun, None
         end_s = start_s + (self._cpu_clock() - cpu_s) / self.speed
         wanted_s = max(0.0, end_s - self._clock())
         paid_s = min(self._overshoot_s, wanted_s)  # an earlier sleep that was too long

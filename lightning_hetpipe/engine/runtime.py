@@ -20,7 +20,7 @@ from lightning_hetpipe.engine.control import Control
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.message import Specs
 from lightning_hetpipe.engine.order import taken_sends
-from lightning_hetpipe.engine.transport import EdgeKey, Transport
+from lightning_hetpipe.engine.transport import Transport
 from lightning_hetpipe.errors import MemoryLimitError, RankFailedError, UnsupportedError
 from lightning_hetpipe.graph import READER
 from lightning_hetpipe.profiling.measure import settle
@@ -33,7 +33,10 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Stage(Protocol):
-    """A run of layers: named values in, named values out."""
+    """A run of layers: named values in, named values out.
+
+    One whose rows are empty may make nothing.
+    """
 
     def __call__(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
 
@@ -68,11 +71,13 @@ class SharedGradients:
         stage: This rank's stage that uses them.
         ranks: All holders.
         parameters: In one order on all holders.
+        counts: False where this rank has the same gradient as another holder, and adds nothing.
     """
 
     stage: int
     ranks: tuple[int, ...]
     parameters: tuple[nn.Parameter, ...]
+    counts: bool = True
 
 
 @dataclass
@@ -99,6 +104,7 @@ class Runtime:
         n_stages: Of the whole pipeline.
         context: Entered around the forward of every stage and of the reader (autocast).
         shared: Parameters whose gradients are summed over ranks.
+        reductions: What else the groups of these stages do after their last backward.
     """
 
     def __init__(
@@ -111,10 +117,12 @@ class Runtime:
         n_stages: int,
         context: Context = nullcontext,
         shared: Sequence[SharedGradients] = (),
+        reductions: Mapping[int, Callable[[], None]] | None = None,
     ) -> None:
+        self._reductions = reductions or {}
         self._control, self._transport, self._emulator = control, transport, emulator
         self._stages, self._last, self._context, self._shared = stages, n_stages - 1, context, shared
-        self._taken: dict[int, tuple[Schedule, list[tuple[Action, ...]]]] = {}  # by identity
+        self._taken: dict[Any, tuple[Schedule, list[tuple[Action, ...]]]] = {}
         self.spans: list[Span] = []  # of the last step, in this host's monotonic clock
         self._run: dict[Kind, Callable[[_Step, Action], None]] = {
             Kind.F: self._forward,
@@ -149,7 +157,7 @@ class Runtime:
             Exception: What an action of this rank raised, with a note that names the action.
         """
         step = _Step(schedule, specs, reader, weights)
-        actions, taken = schedule.actions[self._control.rank], self._proofs(schedule)
+        actions, taken = schedule.actions[self._control.rank], self._proofs(schedule, specs)
         self.spans = []
         self._transport.begin(actions, specs)
         with torch.enable_grad() if schedule.training else torch.no_grad():
@@ -197,8 +205,13 @@ class Runtime:
                 made = self._forward_stage(step, stage, m)
         for (source, target), route in self._transport.routes.items():
             if source == stage:
-                values = {name: made[name].detach() for name in route.values}
-                if self._is_local(source, target):
+                values = {
+                    name: made[name].detach()
+                    if name in made
+                    else self._transport.empty(name, stage, step.specs[m])
+                    for name in route.values
+                }
+                if self._transport.is_local(source, target):
                     step.arrived.setdefault((target, m), {}).update(values)
                 else:
                     step.leaving[source, target, m] = values
@@ -239,15 +252,19 @@ class Runtime:
                 # The step behind the module may share its graph with the step before it.
                 torch.autograd.backward([step.weighted.pop(m)], retain_graph=self._reader_learns(step, m))
             else:
-                pairs = [(made[name], grad) for name, grad in arrived.items() if made[name].requires_grad]
+                pairs = [
+                    (made[name], grad)
+                    for name, grad in arrived.items()
+                    if name in made and made[name].requires_grad
+                ]
                 if pairs:
                     torch.autograd.backward([made for made, _ in pairs], [grad for _, grad in pairs])
         del made
         for (source, target), route in self._transport.routes.items():
             if target == stage:
                 wanted = [name for name in route.gradients if step.specs[m][name].requires_grad]
-                grads = {name: self._gradient(found, name, step.specs[m]) for name in wanted}
-                if self._is_local(source, target):
+                grads = {name: self._gradient(found, name, stage, step.specs[m]) for name in wanted}
+                if self._transport.is_local(source, target):
                     _add(step.gradients.setdefault((source, m), {}), grads)
                 else:
                     step.leaving[target, source, m] = grads
@@ -270,21 +287,21 @@ class Runtime:
             if shared.stage == action.stage:
                 with torch.no_grad():
                     grads = [
-                        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                        torch.zeros_like(parameter)
+                        if parameter.grad is None or not shared.counts
+                        else parameter.grad
                         for parameter in shared.parameters
                     ]
                     sums = self._transport.sum_over(shared.ranks, grads, str(action.kind))
                 for parameter, total in zip(shared.parameters, sums, strict=True):
                     parameter.grad = total
+        if action.stage in self._reductions:
+            self._reductions[action.stage]()
 
-    def _gradient(self, found: Values, name: str, specs: Specs) -> Tensor:
+    def _gradient(self, found: Values, name: str, stage: int, specs: Specs) -> Tensor:
         if name in found:
             return found[name]
-        spec = specs[name]  # nothing that was computed depends on it
-        return torch.zeros(tuple(spec.shape), dtype=spec.dtype, device=self._transport.device)
-
-    def _is_local(self, source: int, target: int) -> bool:
-        return EdgeKey(source, target, "F") not in self._transport.edges
+        return self._transport.empty(name, stage, specs).zero_()  # nothing that was computed depends on it
 
     def _reader_learns(self, step: _Step, m: int) -> bool:
         return any(
@@ -294,8 +311,12 @@ class Runtime:
             for name in route.gradients
         )
 
-    def _proofs(self, schedule: Schedule) -> list[tuple[Action, ...]]:
-        key = id(schedule)
+    def _proofs(self, schedule: Schedule, specs: Sequence[Specs]) -> list[tuple[Action, ...]]:
+        # by identity, and by what is sent at all: which rows there are, which gradients return
+        key = (
+            id(schedule),
+            tuple(tuple((spec.requires_grad, spec.shape[:1]) for spec in known.values()) for known in specs),
+        )
         if key not in self._taken:
             for row in schedule.actions:
                 for action in row:
@@ -303,7 +324,14 @@ class Runtime:
                         raise UnsupportedError(
                             f"the runtime runs whole backwards (B); {action} is a part of one"
                         )
-            self._taken[key] = schedule, taken_sends(schedule, self._control.rank)
+            self._taken[key] = (
+                schedule,
+                taken_sends(
+                    schedule,
+                    self._control.rank,
+                    lambda send, sender, receiver: self._transport.carries(send, sender, receiver, specs),
+                ),
+            )
         return self._taken[key][1]
 
 

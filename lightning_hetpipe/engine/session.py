@@ -1,7 +1,7 @@
 """The engine of one rank: set up once per process, given a plan's stages, then stepped.
 
 engine = Engine(store, rank, world_size, device=..., timeout_s=...)     all ranks together
-engine.install(make, routes, ranks_of_stage, {1: stage})               all ranks together, per plan
+engine.install(make, routes, holdings, {1: stage})                     all ranks together, per plan
 engine.control.share(...)                                              header
 losses = engine.train_step(specs, reader=reader, weights=weights)      every rank, every step
 """
@@ -17,6 +17,7 @@ from lightning_hetpipe.cluster import Cluster, Device, Link
 from lightning_hetpipe.engine.c10d import Store
 from lightning_hetpipe.engine.control import Control
 from lightning_hetpipe.engine.emulate import Emulator
+from lightning_hetpipe.engine.membership import Membership
 from lightning_hetpipe.engine.memory import (
     memory_bytes,
     peak_memory_bytes,
@@ -25,9 +26,10 @@ from lightning_hetpipe.engine.memory import (
     tune_allocator,
 )
 from lightning_hetpipe.engine.message import Specs
+from lightning_hetpipe.engine.pieces import Holding
 from lightning_hetpipe.engine.probe import measure_links
 from lightning_hetpipe.engine.runtime import Context, Reader, Runtime, SharedGradients, Stage
-from lightning_hetpipe.engine.transport import connect
+from lightning_hetpipe.engine.transport import connect, emulated_link
 from lightning_hetpipe.graph import Route
 from lightning_hetpipe.schedule.action import Schedule
 from lightning_hetpipe.timeline import Span, Timeline
@@ -71,6 +73,7 @@ class Engine:
         self._runtime: Runtime | None = None
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._plans = itertools.count()
+        self._groups = itertools.count()
 
     def measure_links(self, cluster: Cluster | None = None) -> tuple[Link, ...]:
         """Measures the links between all ranks, which call this together; see `probe.measure_links`.
@@ -83,28 +86,42 @@ class Engine:
             cluster = Cluster("found", tuple(Device(f"rank{rank}") for rank in range(self.world_size)))
         return measure_links(self.control, f"links{next(self._plans)}", cluster, self.device)
 
+    def join(self, ranks: tuple[int, ...]) -> Membership | None:
+        """Connects the members of a group, which all ranks do together; None on the others."""
+        name = f"group{next(self._groups)}"
+        if self.rank not in ranks:
+            return None
+        links = [emulated_link(self.cluster, pair) for pair in itertools.permutations(ranks, 2)]
+        slowest = max(filter(None, links), key=lambda link: link.transfer_s(1e6), default=None)
+        return Membership(self.control, name, ranks, self.emulator, slowest)
+
     def install(
         self,
         make_schedule: MakeSchedule,
         routes: Iterable[Route],
-        ranks_of_stage: Sequence[Sequence[int]],
+        holdings: Sequence[Holding | Sequence[int]],
         stages: Mapping[int, Stage],
         *,
         context: Context = nullcontext,
         shared: Sequence[SharedGradients] = (),
         owners: Iterable[Sequence[int]] = (),
+        axes: Mapping[str, int] | None = None,
+        reductions: Mapping[int, Callable[[], None]] | None = None,
     ) -> None:
         """Takes up a plan; opens its connections together with all other ranks, and closes the former ones.
 
         Args:
             make_schedule: Gives the schedule of so many micro-batches, for training or not.
             routes: What the stages send to each other.
-            ranks_of_stage: Who holds which stage.
+            holdings: Who holds which stage; the rank alone where it is one.
             stages: Those of this rank; empty on an idle one.
             context: Entered around each forward (autocast).
             shared: This rank's parameters whose gradients are summed over ranks.
             owners: The sets of ranks in all ranks' ``shared``, equal on every rank.
+            axes: Where a group shares a stage: the dimension of each value that counts the samples.
+            reductions: By stage of this rank: called after its last backward.
         """
+        held = [each if isinstance(each, Holding) else Holding(tuple(each)) for each in holdings]
         self._runtime = None
         self._schedules = {}
         self._make = make_schedule
@@ -113,7 +130,8 @@ class Engine:
             self.control,
             f"plan{next(self._plans)}",
             routes,
-            ranks_of_stage,
+            held,
+            axes=axes,
             device=self.device,
             cluster=self.cluster,
             owners=owners,
@@ -123,9 +141,10 @@ class Engine:
             transport,
             self.emulator,
             stages,
-            n_stages=len(ranks_of_stage),
+            n_stages=len(held),
             context=context,
             shared=shared,
+            reductions=reductions,
         )
 
     def limit_memory(self, held_bytes: int) -> None:

@@ -29,10 +29,10 @@ def schedule_of(
     make = make_schedule if check else generate
     return make(
         plan.schedule,
-        ranks_of_stage=plan.ranks_of_stage,
+        ranks_of_stage=plan.executed_ranks,
         n_ranks=len(plan.cluster.devices),
         n_micro_batches=len(plan.slices(n_samples or plan.batch_size)),
-        in_flight=plan.in_flight,
+        in_flight=plan.executed_in_flight,
         routes=plan.routes(graph),
         reduce=reducing_stages(plan, graph),
         training=training,
@@ -71,10 +71,10 @@ class PlanCost:
         self._transfers: dict[tuple[int, int, int, int, Kind, int], tuple[float, float]] = {}
 
     def seconds(self, action: Action) -> float:
-        """Duration of a computation or reduction; the reader's own work counts in the last stage."""
+        """Duration of a computation or reduction; reader and loss stage count in the last stage."""
         if action.kind is Kind.REDUCE_GRAD:
             return self._reduce_s[action.stage]
-        if action.stage == READER:
+        if action.stage not in range(len(self.plan.stages)):
             return 0.0
         assert action.micro_batch is not None
         forward, backward = self.stage_seconds(action.stage, self.slices[action.micro_batch])
@@ -158,7 +158,8 @@ class PlanCost:
         """Forward bytes that each stage receives for one micro-batch, from all its sources."""
         entering = [0.0] * len(self.plan.stages)
         for source, target in self._routes:
-            entering[target] += self.message_bytes(source, target, Kind.SEND_F, size)
+            if target < len(entering):
+                entering[target] += self.message_bytes(source, target, Kind.SEND_F, size)
         return tuple(round(size_bytes) for size_bytes in entering)
 
     def link(self, source: int, target: int) -> Link:
@@ -176,7 +177,7 @@ class PlanCost:
         return max(0.0, min(stop, last) - max(start, first))
 
     def _interval(self, stage: int, rank: int) -> tuple[float, float]:
-        if stage == READER or len(self.plan.ranks_of_stage[stage]) == 1:
+        if stage == READER or len(self.plan.executed_ranks[stage]) == 1:
             return 0.0, 1.0
         position = self.plan.ranks_of_stage[stage].index(rank)
         shares = self.plan.stages[stage].shares

@@ -11,6 +11,7 @@ transport posts it long ahead.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from lightning_hetpipe.errors import ScheduleError
 from lightning_hetpipe.graph import READER, Route
 from lightning_hetpipe.schedule.action import Action, Kind, Schedule
 from lightning_hetpipe.schedule.generate import Orders
@@ -36,16 +37,20 @@ def lower(
         orders: Per stage, its computations in order.
         ahead: How many micro-batches the reader is ahead of the last stage (``in_flight`` of stage 0).
         reduce: Stages that share gradients with other ranks; they reduce once, at the end.
+
+    Raises:
+        ScheduleError: A rank holds two stages with different orders.
     """
     wiring = Wiring(routes, ranks_of_stage)
-    reduce = set(reduce)
-    actions: list[tuple[Action, ...]] = [()] * n_ranks
-    for stage, order in enumerate(orders):
-        tail = [Action(stage, Kind.REDUCE_GRAD)] if stage in reduce and training else []
-        for rank in ranks_of_stage[stage]:
-            reads = rank == 0
-            ordered = _with_reader(order, len(orders), n_micro_batches, ahead, wiring) if reads else order
-            actions[rank] = (*wiring.with_transfers(ordered), *tail)
+    reduce = set(reduce) if training else set()
+    actions: list[tuple[Action, ...]] = []
+    for rank in range(n_ranks):
+        held = [stage for stage, ranks in enumerate(ranks_of_stage) if rank in ranks]
+        order = _in_step([orders[stage] for stage in held])
+        if rank == 0:
+            order = _with_reader(order, held[0], len(orders), n_micro_batches, ahead, wiring)
+        tail = [Action(stage, Kind.REDUCE_GRAD) for stage in held if stage in reduce]
+        actions.append((*wiring.with_transfers(order), *tail))
     return Schedule(name, tuple(actions), tuple(map(tuple, ranks_of_stage)), n_micro_batches, training)
 
 
@@ -106,10 +111,25 @@ class Wiring:
             yield from self.outputs(action)
 
 
+def _in_step(orders: Sequence[list[Action]]) -> list[Action]:
+    """One order for a rank that holds two stages, the last one and its loss stage: forward, then backward.
+
+    2F0 2F1 2B0 2B1  and  3F0 3F1 3B0 3B1    2F0 3F0 2F1 3F1 3B0 2B0 3B1 2B1
+    """
+    woven: list[Action] = []
+    for together in zip(*orders):
+        if len({(action.kind, action.micro_batch) for action in together}) > 1:
+            raise ScheduleError(
+                f"{' and '.join(map(str, together))} are on one rank: give these stages equal in_flight"
+            )
+        woven += together if together[0].kind is Kind.F else together[::-1]
+    return woven
+
+
 def _with_reader(
-    order: Sequence[Action], n_stages: int, n_micro_batches: int, ahead: int, wiring: Wiring
+    order: Sequence[Action], stage: int, n_stages: int, n_micro_batches: int, ahead: int, wiring: Wiring
 ) -> list[Action]:
-    """Weaves the reader into the last stage's order on rank 0.
+    """Weaves the reader into the order of rank 0, around its (first) stage.
 
     ``rF m`` comes before the last stage's forward of ``m - ahead``: stage 0 cannot want it earlier,
     because it first needs the backward of that micro-batch. ``rB m`` comes after the last stage's
@@ -127,10 +147,11 @@ def _with_reader(
     for action in order:
         m = action.micro_batch
         assert m is not None
-        if action.kind is Kind.F and m + ahead < n_micro_batches:
+        mine = action.stage == stage
+        if mine and action.kind is Kind.F and m + ahead < n_micro_batches:
             woven.append(Action(READER, Kind.F, m + ahead))
         woven.append(action)
-        if action.kind is Kind.B and backward and m >= ahead:
+        if mine and action.kind is Kind.B and backward and m >= ahead:
             woven.append(Action(READER, Kind.B, m - ahead))
     if backward and any(action.kind is Kind.B for action in order):
         woven += [Action(READER, Kind.B, m) for m in range(n_micro_batches - ahead, n_micro_batches)]

@@ -140,15 +140,15 @@ def _fail_stuck(
 
 def _check_in_flight(schedule: Schedule, in_flight: Sequence[int]) -> None:
     for rank, row in enumerate(schedule.actions):
-        held = 0
+        held: Counter[int] = Counter()
         for position, action in enumerate(row):
             if action.stage != READER and action.kind.is_compute:
-                held += 1 if action.kind is Kind.F else -1
-                if held > in_flight[action.stage]:
+                held[action.stage] += 1 if action.kind is Kind.F else -1
+                if held[action.stage] > in_flight[action.stage]:
                     _fail(
                         schedule,
                         [(rank, position)],
-                        f"stage {action.stage} holds {held} micro-batches at {action}, "
+                        f"stage {action.stage} holds {held[action.stage]} micro-batches at {action}, "
                         f"its limit is {in_flight[action.stage]}",
                     )
 

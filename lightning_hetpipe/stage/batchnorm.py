@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hetpipe.errors import NormError
+from lightning_hetpipe.stage.members import Members
 from lightning_hetpipe.stage.moments import Moments, pool, pool_all
 
 
@@ -113,7 +113,7 @@ class DeferredBatchNorm(RecordedBatchNorm):
         if moments.count:
             self._update_running(moments.count, moments.mean, moments.m2)
 
-    def commit(self, group: dist.ProcessGroup | None = None) -> None:
+    def commit(self, group: Members | None = None) -> None:
         """Ends a batch, as `commit_all` does for every layer of a module at once."""
         commit_all(self, group)
 
@@ -132,15 +132,15 @@ class SharedBatchNorm(RecordedBatchNorm):
     pickles share with nobody until they are given a group.
     """
 
-    process_group: dist.ProcessGroup | None = None
+    process_group: Members | None = None
 
-    def set_process_group(self, group: dist.ProcessGroup | None) -> None:
+    def set_process_group(self, group: Members | None) -> None:
         """Shares statistics with the members of `group` from the next forward on; None shares with nobody."""
         self.process_group = group
 
     def _normalise(self, input: Tensor, record: bool) -> Tensor:
         group = self.process_group
-        alone = group is None or dist.get_world_size(group) == 1
+        alone = group is None or group.size() == 1
         if alone or input.is_meta or isinstance(input, FakeTensor):
             output, moments = self._normalise_alone(input)
             if moments.count == 1:
@@ -214,7 +214,7 @@ def paused_statistics(module: nn.Module) -> Iterator[None]:
             layer.recording = True
 
 
-def commit_all(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def commit_all(module: nn.Module, group: Members | None = None) -> None:
     """Ends a batch for every deferred layer of `module`: one update of its running statistics.
 
     Args:
@@ -249,7 +249,7 @@ class _Shared(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        group: dist.ProcessGroup,
+        group: Members,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         values = input.to(_wide(input.dtype))
         rows = values.new_zeros(input.size(1), 3, dtype=torch.float64)
@@ -279,7 +279,7 @@ class _Shared(torch.autograd.Function):
         dims = _all_but_channels(input)
         grad_bias, grad_weight = grad.sum(dims), (grad * unit).sum(dims)
         sums = torch.stack([grad_bias, grad_weight]).double()
-        dist.all_reduce(sums, group=ctx.group)  # by every member, whatever it needs itself
+        ctx.group.allreduce([sums]).wait()  # by every member, whatever it needs itself
         grad_input = None
         if ctx.needs_input_grad[0]:
             over_bias, over_weight = (_spread(each, values) for each in sums / count.clamp(min=1))

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from lightning_hetpipe.stage.members import Members
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,7 @@ class Moments:
         return Moments(count, mean, m2)
 
 
-def pool(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+def pool(rows: Tensor, group: Members) -> Tensor:
     """Merges the moments of all members of `group`; a collective.
 
     Args:
@@ -41,9 +42,9 @@ def pool(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         [K, 3]: the same for all members' values together, bit for bit equal on every member.
     """
     # A table of zeros in which each member fills its own page: an all-reduce that gathers, on any backend.
-    table = rows.new_zeros(dist.get_world_size(group), *rows.shape)
-    table[dist.get_rank(group)] = rows
-    dist.all_reduce(table, group=group)
+    table = rows.new_zeros(group.size(), *rows.shape)
+    table[group.rank()] = rows
+    group.allreduce([table]).wait()
     counts, means, m2s = table.unbind(-1)  # [members, K] each
     count = counts.sum(0)
     mean = (counts * means).sum(0) / count.clamp(min=1)
@@ -51,7 +52,7 @@ def pool(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.stack([count, mean, m2], dim=-1)
 
 
-def pool_all(parts: Sequence[Moments], group: dist.ProcessGroup) -> list[Moments]:
+def pool_all(parts: Sequence[Moments], group: Members) -> list[Moments]:
     """Merges each of `parts` (one per layer) over `group` in one collective; a count may be zero."""
     if not parts:
         return []

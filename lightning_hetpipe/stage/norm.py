@@ -15,7 +15,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, cast, get_args
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -23,6 +22,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from lightning_hetpipe.errors import NormError
 from lightning_hetpipe.stage import batchnorm
 from lightning_hetpipe.stage.batchnorm import FrozenBatchNorm, SharedBatchNorm
+from lightning_hetpipe.stage.members import Members
 
 Policy = Literal["keep", "deferred", "sync", "group", "freeze"]
 
@@ -110,7 +110,7 @@ def group_count(channels: int, cuts: Sequence[int] = (), min_channels: int = 1) 
     )
 
 
-def set_process_group(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+def set_process_group(module: nn.Module, group: Members | None) -> None:
     """Shares the statistics of every `sync` layer of `module` with the members of `group`."""
     for layer in module.modules():
         if isinstance(layer, SharedBatchNorm):

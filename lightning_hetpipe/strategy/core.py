@@ -42,6 +42,7 @@ from lightning_hetpipe.strategy.options import (
     read_plan,
     read_profile,
 )
+from lightning_hetpipe.strategy.partition import OwnerMap
 from lightning_hetpipe.strategy.pipeline import Pipeline
 from lightning_hetpipe.strategy.pipelined import find_pipelined
 from lightning_hetpipe.strategy.precision import check_optimizers
@@ -295,7 +296,7 @@ class PipelineStrategy(Together):
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
-        refuse_optimizers(self.optimizers)
+        refuse_optimizers(self.optimizers, shared_by_channels=bool(self._owners().shards))
         check_optimizers(self.precision_plugin, self.optimizers)
 
     def model_to_device(self) -> None:
@@ -396,6 +397,9 @@ class PipelineStrategy(Together):
     def _is_overridden(self, hook: str, module: Any) -> bool:
         helpers = import_module(f"{self.namespace}.utilities.model_helpers")
         return bool(helpers.is_overridden(hook, module))
+
+    def _owners(self) -> OwnerMap:
+        return super()._owners() if self._pipeline is None else self._pipeline.owners
 
     def _runs_user_code_alone(self) -> bool:
         alone = self._exchange is not None and self._exchange.leading

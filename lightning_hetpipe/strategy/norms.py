@@ -7,7 +7,7 @@ The names are those of Lightning's ``grad_norm``. Hooks of callbacks are not see
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -20,11 +20,23 @@ from lightning_hetpipe.strategy.logs import LogCall, LogRecorder
 HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 
 
-def install(module: Any, exchange: Exchange, is_overridden: Callable[[str, Any], bool]) -> None:
-    """Lets the hooks that the user wrote log on every rank what they log on any."""
+def install(
+    module: Any,
+    exchange: Exchange,
+    is_overridden: Callable[[str, Any], bool],
+    shards: Collection[str] = (),
+) -> None:
+    """Lets the hooks that the user wrote log on every rank what they log on any.
+
+    Args:
+        module: The LightningModule.
+        exchange: Of all ranks.
+        is_overridden: Whether the user wrote a hook.
+        shards: Parameters of which several ranks hold a part: their norm is that of the parts' norms.
+    """
     for name in HOOKS:
         if is_overridden(name, module):
-            module.__dict__[name] = _united(module, getattr(module, name), exchange)
+            module.__dict__[name] = _united(module, getattr(module, name), exchange, shards)
 
 
 def remove(module: Any) -> None:
@@ -33,7 +45,9 @@ def remove(module: Any) -> None:
         module.__dict__.pop(name, None)
 
 
-def _united(module: Any, hook: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]:
+def _united(
+    module: Any, hook: Callable[..., Any], exchange: Exchange, shards: Collection[str]
+) -> Callable[..., Any]:
     @wraps(hook)
     def united(*args: Any, **kwargs: Any) -> None:
         recorder = LogRecorder(module)
@@ -44,14 +58,37 @@ def _united(module: Any, hook: Callable[..., Any], exchange: Exchange) -> Callab
             return recorder.take()
 
         calls: dict[str, LogCall] = {}
+        parts: dict[str, list[float]] = {}
         for each in reversed(exchange.agree(work)):
             calls |= {call.name: call for call in each}
-        values = whole_totals({name: call.value for name, call in calls.items()})
+            for call in each:
+                parts.setdefault(call.name, []).append(call.value)
+        norms = {name: call.value for name, call in calls.items()}
+        every = [name for name, _ in module.named_parameters()]
+        values = whole_totals(norms | whole_shards(parts, every, shards))
         for name, call in calls.items():
             call = replace(call, value=values[name])
             module.log(name, call.value, **(call.options | {"sync_dist": True}))
 
     return united
+
+
+def whole_shards(
+    parts: Mapping[str, Sequence[Any]], parameters: Sequence[str], shards: Collection[str]
+) -> dict[str, Any]:
+    """Each ``grad_P_norm/NAME`` of a parameter that is cut, from the norms of its parts.
+
+    The name may be relative to a submodule; one that also fits a parameter that is not cut is left alone.
+    """
+    whole = {}
+    for name, values in parts.items():
+        match = re.fullmatch(r".*grad_([\d.]+|inf)_norm/(.*)", name)
+        if match is None:
+            continue
+        meant = [each for each in parameters if f".{each}".endswith(f".{match[2]}")]
+        if meant and all(each in shards for each in meant):
+            whole[name] = torch.tensor([float(value) for value in values]).norm(float(match[1]))
+    return whole
 
 
 def whole_totals(norms: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ counts and state-dict keys are those of the whole model. Tensors travel one by o
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torchmetrics import Metric
 
 from lightning_hetpipe.errors import PlanError, UnsupportedError
+from lightning_hetpipe.stage.consolidate import Placement
 
 Group = dist.ProcessGroup | None  # None: this process is alone
 
@@ -34,16 +35,23 @@ class OwnerMap:
     Attributes:
         ranks: By fully qualified name; the canonical owner, whose value counts, comes first. A tensor
             that is not named belongs to rank 0.
+        shards: Of which tensors each owner holds its part only, and where the parts lie; the owners are
+            in order of the parts.
     """
 
     ranks: Mapping[str, tuple[int, ...]]
+    shards: Mapping[str, Placement] = field(default_factory=dict)
 
     def of(self, name: str) -> tuple[int, ...]:
         return self.ranks.get(name, (0,))
 
     @classmethod
     def of_stages(
-        cls, module: nn.Module, pipelined: str, holders: Iterable[tuple[Iterable[str], tuple[int, ...]]]
+        cls,
+        module: nn.Module,
+        pipelined: str,
+        holders: Iterable[tuple[Iterable[str], tuple[int, ...]]],
+        placements: Mapping[str, Placement] | None = None,
     ) -> "OwnerMap":
         """The owners that stages imply.
 
@@ -52,6 +60,7 @@ class OwnerMap:
             pipelined: Name of the pipelined submodule in it; "" when that is the module itself.
             holders: For each stage the names, relative to the pipelined submodule, of the parameters and
                 buffers it uses (one name of a tied tensor is enough), and the ranks that hold the stage.
+            placements: Likewise, the tensors of which the ranks of one stage hold a part each.
 
         Returns:
             An owner for every tensor: tied ones belong to all their stages' ranks, in order of stages; a
@@ -63,12 +72,17 @@ class OwnerMap:
             for name in names:
                 ranks_of_name.setdefault(prefix + name, []).extend(ranks)
         owners: dict[str, tuple[int, ...]] = {}
+        shards: dict[str, Placement] = {}
+        cuts = {prefix + name: placement for name, placement in (placements or {}).items()}
         for slot in slots(module):
             using = [rank for name in slot.names for rank in ranks_of_name.get(name, ())]
             if not using or not all(name.startswith(prefix) for name in slot.names):
                 using.append(0)
             owners |= dict.fromkeys(slot.names, tuple(dict.fromkeys(using)))
-        return cls(owners)
+            placement = next((cuts[name] for name in slot.names if name in cuts), None)
+            if placement is not None:
+                shards |= dict.fromkeys(slot.names, placement)
+        return cls(owners, shards)
 
 
 @dataclass(frozen=True)
@@ -195,13 +209,14 @@ def copies_of(module: nn.Module, holders: Iterable[object]) -> Iterator[nn.Modul
 
 
 def borrowed_parameters(module: nn.Module, owners: OwnerMap, rank: int) -> set[nn.Parameter]:
-    """Parameters that this rank holds but that their canonical owner, another rank, counts in norms."""
+    """Parameters that this rank holds whole but that their canonical owner, another rank, counts in norms."""
     return {
         slot.tensor
         for slot in slots(module)
         if isinstance(slot.tensor, nn.Parameter)
         and not slot.tensor.is_meta
         and owners.of(slot.names[0])[0] != rank
+        and slot.names[0] not in owners.shards
     }
 
 

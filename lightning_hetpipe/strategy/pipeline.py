@@ -19,13 +19,13 @@ from lightning_hetpipe.engine.runtime import Context
 from lightning_hetpipe.engine.session import Engine, sample_weights
 from lightning_hetpipe.errors import RankFailedError, StepError
 from lightning_hetpipe.plans import Plan
-from lightning_hetpipe.stage.batchnorm import commit_all
 from lightning_hetpipe.strategy.batch import count_samples, cut, join
 from lightning_hetpipe.strategy.data import AbsentBatch
 from lightning_hetpipe.strategy.exchange import Exchange, describe, unwrap
 from lightning_hetpipe.strategy.gradients import Stash
 from lightning_hetpipe.strategy.logs import LogCall, LogRecorder, merge, replay
 from lightning_hetpipe.strategy.mirror import Mirrors, uncached
+from lightning_hetpipe.strategy.partition import OwnerMap
 from lightning_hetpipe.strategy.readers import ForwardReader, TrainingReader
 from lightning_hetpipe.strategy.steps import ModuleCall, StandIn
 from lightning_hetpipe.timeline import Timeline
@@ -51,7 +51,8 @@ class Pipeline:
         engine: With the plan installed.
         loss_reduction: ``mean`` or ``sum``.
         context: Entered around every forward (autocast).
-        commit: Whether BatchNorm's running statistics are updated once per batch, at its end.
+        commit: Ends a batch for BatchNorm whose running statistics are updated once per batch.
+        owners: Which rank holds what of the module.
         at_close: Undoes the set-up; told whether weights are to be whole again.
     """
 
@@ -66,10 +67,11 @@ class Pipeline:
         *,
         loss_reduction: str,
         context: Context,
-        commit: bool,
+        commit: Callable[[], None],
+        owners: OwnerMap,
         at_close: Callable[[bool], None],
     ) -> None:
-        self.module, self.plan, self.engine = module, plan, engine
+        self.module, self.plan, self.engine, self.owners = module, plan, engine, owners
         self._stand_in, self._traced, self._exchange = stand_in, traced, exchange
         self._loss_reduction, self._context = loss_reduction, context
         self._commit, self._at_close = commit, at_close
@@ -105,8 +107,7 @@ class Pipeline:
                 outcome = self._lead(lambda: self._run_training(args, kwargs, factor), batch)
             else:
                 outcome = self._follow(batch)
-        if self._commit:
-            commit_all(self.module)
+        self._commit()
         loss, extra, logs = outcome
         replay(self.module, logs, self._mirrors)
         installing = stash.as_loss(loss.to(self.engine.device), factor)

@@ -28,6 +28,7 @@ from lightning_hetpipe.strategy.capture import Capture, Captured
 from lightning_hetpipe.strategy.clipping import install_clipping, warn_of_own_clipping
 from lightning_hetpipe.strategy.devices import refuse_autocast_across_kinds
 from lightning_hetpipe.strategy.exchange import Exchange
+from lightning_hetpipe.strategy.groups import Groups, OwnPart, build, make_groups
 from lightning_hetpipe.strategy.mirror import keep_local
 from lightning_hetpipe.strategy.options import Options
 from lightning_hetpipe.strategy.partition import (
@@ -36,13 +37,15 @@ from lightning_hetpipe.strategy.partition import (
     copies_of,
     gather,
     partition,
+    slots,
 )
 from lightning_hetpipe.strategy.pipeline import Pipeline
 from lightning_hetpipe.strategy.pipelined import find_pipelined
 from lightning_hetpipe.strategy.planning import choose_plan
 from lightning_hetpipe.strategy.precision import prepare_precision
+from lightning_hetpipe.strategy.shards import cut, join
 from lightning_hetpipe.strategy.steps import StandIn
-from lightning_hetpipe.tracing import Traced, trace
+from lightning_hetpipe.tracing import TensorSpec, Traced, trace
 
 log = logging.getLogger(__name__)
 
@@ -85,16 +88,18 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     context = run.precision.forward_context
     plan = choose_plan(run.options, run.engine, run.exchange, traced, captured, context, plan)
     refuse_autocast_across_kinds(run.precision, plan.cluster)
-    _say(run, pipelined, plan)
+    groups = _groups(run, name, traced, plan, captured)
+    _say(run, pipelined, groups)
     run.engine.cluster = plan.cluster
     run.engine.emulator = Emulator(plan.cluster.devices[run.exchange.rank])
-    owners = _owners(run.module, name, traced, plan)
+    owners = _owners(run.module, name, traced, groups)
     copies = list(copies_of(run.module, run.callbacks))
     for each in (run.module, *copies):
         partition(each, owners, run.exchange.rank, run.group, run.engine.device)
+        cut(each, owners, run.exchange.rank)
     gc.collect()  # weights that went to other ranks are still in reference cycles
     prepare_precision(run.precision, run.engine.device, run.group)
-    _install(run, traced, plan, owners)
+    own = _install(run, traced, groups, owners)
     restore_clipping = install_clipping(
         run.precision, run.group, borrowed_parameters(run.module, owners, run.exchange.rank)
     )
@@ -104,12 +109,14 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     def at_close(whole: bool) -> None:
         hooks.remove(run.module)
         norms.remove(run.module)
+        own.leave()
         restore_clipping()
         if run.options.norm != "group":
             convert_norm(pipelined, "keep")
         run.engine.emulator.lift_memory_limit()
         if whole:
             for each in (run.module, *copies):
+                join(each, owners, run.exchange.rank, run.group)
                 gather(each, owners, run.exchange.rank, run.group)
 
     run.engine.limit_memory(_held_bytes(run.module))
@@ -122,18 +129,23 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
         run.exchange,
         loss_reduction=run.options.loss_reduction,
         context=context,
-        commit=run.options.norm == "deferred",
+        commit=own.commit if run.options.norm == "deferred" else lambda: None,
+        owners=owners,
         at_close=at_close,
     )
     stand_in.install()
     hooks.install(run.module, pipeline.lead_hook, run.is_overridden)
-    norms.install(run.module, run.exchange, run.is_overridden)
+    norms.install(run.module, run.exchange, run.is_overridden, owners.shards)
     return pipeline
 
 
-def _say(run: Run, pipelined: Any, plan: Plan) -> None:
-    """Shows the plan, and what it means for BatchNorm."""
+def _say(run: Run, pipelined: Any, groups: Groups) -> None:
+    """Shows the plan, how groups share their stages, and what it means for BatchNorm."""
+    plan = groups.plan
     rank_zero_info(f"{plan.table()}\nwhy: {plan.why()}")
+    for index, layout in groups.layouts.items():
+        log.debug("stage %d:\n%s", index, layout.describe())
+        rank_zero_info(f"stage {index}: {layout.summary()}")
     advice = small_batch_advice(pipelined, plan.micro_batch)
     if advice is not None and run.exchange.leads:
         log.warning(advice)
@@ -162,39 +174,78 @@ def _trace(run: Run, pipelined: Any, captured: Captured) -> Traced:
     return made[0]
 
 
-def _owners(module: Any, name: str, traced: Traced, plan: Plan) -> OwnerMap:
+def _groups(run: Run, name: str, traced: Traced, plan: Plan, captured: Captured) -> Groups:
+    """How the plan's groups share their stages.
+
+    Raises:
+        PlanError: They cannot.
+    """
+    args, kwargs = captured.arguments(torch.device("cpu"))
+    example = {key: TensorSpec.of(value) for key, value in traced.bind(args, kwargs).items()}
+    used = [traced.parameters_of(stage.start, stage.stop) for stage in plan.stages]
+    tied = {each for names in used for each in names if sum(each in others for others in used) > 1}
+    prefix = f"{name}." if name else ""
+    outside = {
+        each.removeprefix(prefix)
+        for slot in slots(run.module)
+        if not all(each.startswith(prefix) for each in slot.names)
+        for each in slot.names
+    }
+    for stage, names, ranks in zip(plan.stages, used, plan.ranks_of_stage):
+        if stage.split == "channel" and 0 in ranks and names & outside:
+            raise PlanError(
+                f"{', '.join(sorted(names & outside))}: the step uses it outside {name or 'its layers'}, and "
+                f"{', '.join(stage.devices)} share its stage by channels: share it by samples, or leave "
+                f"{plan.cluster.devices[0].name} out of the group"
+            )
+    return make_groups(plan, traced, example, tied | outside)
+
+
+def _owners(module: Any, name: str, traced: Traced, groups: Groups) -> OwnerMap:
+    plan = groups.plan
     holders = [
         (traced.parameters_of(stage.start, stage.stop) | traced.buffers_of(stage.start, stage.stop), ranks)
         for stage, ranks in zip(plan.stages, plan.ranks_of_stage)
     ]
-    return OwnerMap.of_stages(module, name, holders)
+    placements = {key: each for layout in groups.layouts.values() for key, each in layout.placements.items()}
+    return OwnerMap.of_stages(module, name, holders, placements)
 
 
-def _install(run: Run, traced: Traced, plan: Plan, owners: OwnerMap) -> None:
+def _install(run: Run, traced: Traced, groups: Groups, owners: OwnerMap) -> OwnPart:
     """Builds this rank's stages and connects it with the others."""
+    plan = groups.plan
     routes = plan.routes(traced.graph)
     rank = run.exchange.rank
-    stages = {
-        index: traced.stage(stage.start, stage.stop, run.engine.device)
-        for index, (stage, ranks) in enumerate(zip(plan.stages, plan.ranks_of_stage))
-        if rank in ranks
+    memberships = {
+        index: membership
+        for index, ranks in enumerate(plan.ranks_of_stage)
+        if len(ranks) > 1 and (membership := run.engine.join(ranks)) is not None
     }
-    stage_of_rank = {ranks[0]: index for index, ranks in enumerate(plan.ranks_of_stage)}
-    names_of = _shared_names(run.module, owners)
+    seed = run.exchange.broadcast(torch.initial_seed() % 2**31)
+    own = build(groups, traced, run.module, owners, rank, run.engine.device, memberships, seed)
+    stage_of_rank = {rank: index for index, ranks in enumerate(plan.ranks_of_stage) for rank in ranks}
+    names_of = _shared_names(run.module, owners, plan)
     shared = [
-        SharedGradients(stage_of_rank[rank], ranks, tuple(run.module.get_parameter(each) for each in names))
+        SharedGradients(
+            stage_of_rank[rank],
+            ranks,
+            tuple(run.module.get_parameter(each) for each in names),
+            counts=_counts(plan, rank),
+        )
         for ranks, names in names_of.items()
         if rank in ranks
     ]
-    reducing = sorted({stage_of_rank[each] for ranks in names_of for each in ranks})
+    reducing = sorted(
+        {stage_of_rank[each] for ranks in names_of for each in ranks} | set(groups.indices("batch"))
+    )
 
     def make(n_micro_batches: int, training: bool) -> Schedule:
         return make_schedule(
             plan.schedule,
-            ranks_of_stage=plan.ranks_of_stage,
+            ranks_of_stage=plan.executed_ranks,
             n_ranks=run.exchange.world_size,
             n_micro_batches=n_micro_batches,
-            in_flight=plan.in_flight,
+            in_flight=plan.executed_in_flight,
             routes=routes,
             reduce=reducing if training else (),
             training=training,
@@ -203,11 +254,22 @@ def _install(run: Run, traced: Traced, plan: Plan, owners: OwnerMap) -> None:
     run.engine.install(
         make,
         routes,
-        plan.ranks_of_stage,
-        stages,
+        groups.holdings,
+        own.stages,
         context=run.precision.forward_context,
         shared=shared,
         owners=list(names_of),
+        axes=groups.axes,
+        reductions=own.reductions,
+    )
+    return own
+
+
+def _counts(plan: Plan, rank: int) -> bool:
+    """Whether the gradients of a rank are its own, and not those of another member of its channel group."""
+    return all(
+        stage.split != "channel" or rank not in ranks[1:]
+        for stage, ranks in zip(plan.stages, plan.ranks_of_stage)
     )
 
 
@@ -216,11 +278,11 @@ def _held_bytes(module: Any) -> int:
     return sum(each.numel() * each.element_size() for each in tensors if not each.is_meta)
 
 
-def _shared_names(module: Any, owners: OwnerMap) -> dict[tuple[int, ...], list[str]]:
-    """Trainable parameters that several ranks hold, by those ranks; a tied one under its first name."""
+def _shared_names(module: Any, owners: OwnerMap, plan: Plan) -> dict[tuple[int, ...], list[str]]:
+    """Trainable parameters that ranks of several stages hold, by those ranks; tied ones under one name."""
     shared: dict[tuple[int, ...], list[str]] = {}
     for name, parameter in module.named_parameters():
         ranks = owners.of(name)
-        if len(ranks) > 1 and parameter.requires_grad:
+        if len(ranks) > 1 and ranks not in plan.ranks_of_stage and parameter.requires_grad:
             shared.setdefault(tuple(sorted(ranks)), []).append(name)
     return shared

@@ -56,8 +56,18 @@ def refuse_callbacks(callbacks: list[Any]) -> None:
                 )
 
 
-def refuse_optimizers(optimizers: list[Any]) -> None:
+_WHOLE_TENSORS = {
+    "Adafactor": "it scales by rows, columns and norms of whole weights",
+    "Muon": "it orthogonalises whole weights",
+}
+
+
+def refuse_optimizers(optimizers: list[Any], *, shared_by_channels: bool = False) -> None:
     """Refuses optimizers that the pipeline cannot step.
+
+    Args:
+        optimizers: Those of the run.
+        shared_by_channels: Whether some weights are cut among the devices of a group.
 
     Raises:
         UnsupportedError: One needs all weights or several evaluations. (Lightning refuses several.)
@@ -68,4 +78,10 @@ def refuse_optimizers(optimizers: list[Any]) -> None:
                 raise UnsupportedError(
                     f"the optimizer {type(optimizer).__name__} cannot work in a pipeline: "
                     f"{_OPTIMIZERS[kind.__name__]}. Use a first-order optimizer such as AdamW or SGD."
+                )
+            if shared_by_channels and kind.__name__ in _WHOLE_TENSORS:
+                raise UnsupportedError(
+                    f"the optimizer {type(optimizer).__name__} cannot train weights that devices share by "
+                    f"channels: {_WHOLE_TENSORS[kind.__name__]}. Use an elementwise one such as AdamW or "
+                    "SGD, or share the stages by samples."
                 )

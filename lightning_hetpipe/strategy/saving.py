@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_hetpipe.errors import StepError
 from lightning_hetpipe.strategy import checkpoint as state
+from lightning_hetpipe.strategy.partition import OwnerMap
 from lightning_hetpipe.strategy.sharded import is_sharded, load_sharded, save_sharded
+from lightning_hetpipe.strategy.shards import consolidate, cut_optimizer_state, cut_state
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Strategy
@@ -51,6 +53,12 @@ class Saving(_Strategy):
                 "but every rank holds a part of the model: save in a callback, or after the run"
             )
         interrupted = self._is_interrupted()
+        owners = self._owners()
+        if owners.shards and not interrupted:
+            assert self.lightning_module is not None
+            checkpoint = consolidate(
+                checkpoint, self.lightning_module, self.optimizers, owners, self.global_rank, self._group
+            )
         if self.checkpoint_form == "directory":
             save_sharded(
                 checkpoint, filepath, rank=self.global_rank, group=self._group, interrupted=interrupted
@@ -73,17 +81,25 @@ class Saving(_Strategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        state.load_model_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
+        own = cut_state(checkpoint["state_dict"], self._owners(), self.global_rank)
+        state.load_model_state(self.lightning_module, own, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        module, owners, rank = self.lightning_module, self._owners(), self.global_rank
+        assert module is not None
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            state.load_optimizer_state(optimizer, saved)
+            own = cut_optimizer_state(saved, module, optimizer, owners, rank)
+            state.load_optimizer_state(optimizer, own)
         state.restore_rng(checkpoint, self.global_rank, self.world_size)
 
     def _is_interrupted(self) -> bool:
         """Whether the run ends by an exception: the other ranks may be gone, or elsewhere."""
         trainer = getattr(self.lightning_module, "_trainer", None)
         return trainer is not None and trainer.state.status == "interrupted"
+
+    def _owners(self) -> OwnerMap:
+        """Which rank holds what of the module; nothing is shared before a plan is in force."""
+        return OwnerMap({})
 
     def _runs_user_code_alone(self) -> bool:
         """Whether the other ranks wait while this one runs user code."""

@@ -169,20 +169,24 @@ class Traced:
         )
         return replace(self.graph, values=values)
 
-    def stage(self, start: int, stop: int, device: torch.device | None = None) -> StageModule:
+    def stage(
+        self, start: int, stop: int, device: torch.device | None = None, *, returns: bool = True
+    ) -> StageModule:
         """Layers ``start`` to ``stop - 1`` as a module over the original submodules.
 
         Args:
-            start, stop: A non-empty run of layers.
+            start, stop: A non-empty run of layers; or none after the last one, to take up the outputs.
             device: Where the stage runs, if the forward makes tensors on its inputs' device.
+            returns: Whether the run that ends with the last layer takes up what the module returns; False
+                where a run without layers follows it.
 
         Raises:
             GraphError: There is no such run.
         """
         n_layers = len(self.graph)
-        if not 0 <= start < stop <= n_layers:
+        if not (0 <= start < stop <= n_layers or start == stop == n_layers):
             raise GraphError(f"layers {start} to {stop} were asked for; the model has 0 to {n_layers}")
-        last = stop == n_layers
+        last = stop == n_layers and returns
         entering: list[fx.Node] = []
         leaving: list[fx.Node] = []
         for node, value in self._crossing.items():

@@ -50,6 +50,17 @@ def test_a_section_that_waited_longer_is_not_stretched() -> None:
     assert hands.wall_s == 103.0
 
 
+def test_computing_before_and_after_a_wait_is_stretched_and_the_wait_is_not() -> None:
+    hands = Hands()
+    emulator = hands.emulator(0.5)
+    with emulator.section():
+        hands.compute(1.0)
+        with emulator.waiting():
+            hands.compute(0.0, wall_s=3.0)
+        hands.compute(1.0)
+    assert hands.wall_s == 100.0 + 2.0 + 3.0 + 2.0
+
+
 def test_the_overshoot_of_a_sleep_is_paid_back_by_the_next_section() -> None:
     hands = Hands(late_s=0.25)
     emulator = hands.emulator(0.5)

@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers import it on their first step: once here, not once in every rank
 import torch.distributed as dist
+
+# Autograd starts its threads once, at the first backward, one per device. FakeTensorMode makes it believe in
+# a cuda device, and a process that has such threads cannot fork ranks that run a backward. So, first, here:
+torch.ones(1, requires_grad=True).sum().backward()
 
 
 def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:

@@ -8,18 +8,17 @@ import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Plan
 from lightning_hetpipe.plans import Stage
 from lightning_hetpipe.tracing import trace
 from tests.helpers.models import FULL_SIZE, MODELS, Classifier, build, loader
+from tests.helpers.parity import Recorder, assert_equal, one_device, pairwise_cover
 from tests.helpers.ranks import run_ranks
 
 ALL = os.environ.get("HETPIPE_PARITY") == "all"
@@ -33,33 +32,7 @@ STEPS = 3
 
 def cases() -> Iterator[tuple[str, str, int, str, int]]:
     product = list(itertools.product(MODELS, SCHEDULES, N_STAGES, SLICINGS, ACCUMULATE))
-    if ALL:
-        yield from product
-        return
-    open_pairs = {pair for case in product for pair in itertools.combinations(enumerate(case), 2)}
-    while open_pairs:
-        case = max(product, key=lambda c: len(open_pairs & set(itertools.combinations(enumerate(c), 2))))
-        open_pairs -= set(itertools.combinations(enumerate(case), 2))
-        yield case
-
-
-class Recorder(pl.Callback):
-    """Keeps each step's loss and gradients; ranks write what they hold to files of their own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.losses: list[float] = []
-        self.gradients: list[dict[str, Tensor]] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.losses.append(float(trainer.callback_metrics["loss"]))
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        held = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-        self.gradients.append(held)
-
-    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        torch.save((self.losses, self.gradients), self.folder / f"rank{trainer.global_rank}.pt")
+    yield from product if ALL else pairwise_cover(product)
 
 
 def hand_made_plan(
@@ -82,39 +55,6 @@ def hand_made_plan(
         in_flight=tuple(range(n_stages, 0, -1)),
         graph_fingerprint=graph.fingerprint,
     )
-
-
-def one_device(
-    rank: int, net: torch.nn.Module, batches: list[tuple[Tensor, Tensor]], micro_batch: int, accumulate: int
-) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
-    """The same micro-batches, one after the other, on one device.
-
-    Runs in a process of its own: autograd that ran in the parent cannot be used in forked ranks.
-
-    Returns:
-        Losses by batch, gradients by optimizer step, and the state dict at the end.
-    """
-    module = Classifier(net)
-    optimizer = module.configure_optimizers()
-    losses, gradients = [], []
-    for index, (x, y) in enumerate(batches):
-        total = 0.0
-        for xs, ys in zip(x.split(micro_batch), y.split(micro_batch)):
-            loss = F.cross_entropy(net(xs), ys) * (len(xs) / len(x))
-            (loss / accumulate).backward()
-            total += loss.item()
-        losses.append(total)
-        if (index + 1) % accumulate == 0 or index + 1 == len(batches):
-            gradients.append(
-                {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-            )
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses, gradients, module.state_dict()
-
-
-def assert_equal(name: str, found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, atol=1e-9, rtol=0, msg=lambda text: f"{name}: {text}")
 
 
 @pytest.mark.timeout(600 if ALL else 120)
@@ -149,12 +89,12 @@ def test_training_equals_one_device(
     )
     trainer.fit(module, loader(samples, batch))
 
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(n_stages)]
-    for rank_losses, _ in ranks:
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(n_stages)]
+    for rank_losses, _, _ in ranks:
         assert rank_losses == pytest.approx(losses, abs=1e-9)
     for step, expected in enumerate(gradients):
         found: dict[str, Tensor] = {}
-        for _, held in ranks:
+        for _, held, _ in ranks:
             found |= held[step]
         assert found.keys() == expected.keys()
         for key in expected:
