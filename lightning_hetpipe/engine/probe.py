@@ -23,8 +23,9 @@ from torch import Tensor
 
 from lightning_hetpipe.cluster import ANY, Cluster, Device, Link
 from lightning_hetpipe.engine.control import Control, Message
+from lightning_hetpipe.engine.edge import Edge
 from lightning_hetpipe.engine.message import Layout
-from lightning_hetpipe.engine.transport import Edge, connect
+from lightning_hetpipe.engine.transport import connect
 from lightning_hetpipe.profiling.fit import fit_line
 from lightning_hetpipe.profiling.measure import settle
 from lightning_hetpipe.tracing import TensorSpec

@@ -71,7 +71,7 @@ class PipelineStrategy(Together):
             model. ``even``, or ``{"cuts": [layer names], "devices": [names]}``, gives the stages only.
         micro_batch: Samples per micro-batch, or ``auto``.
         schedule: ``gpipe``, ``1f1b`` or ``auto``.
-        norm: What BatchNorm does with micro-batches: ``keep``, ``deferred``, ``group``, ``freeze``.
+        norm: What BatchNorm does with micro-batches: ``keep``, ``deferred``, ``sync``, ``group``, ``freeze``.
         loss_reduction: How the user's loss reduces over samples: ``mean`` or ``sum``.
         start_method: ``popen``, ``fork`` or ``spawn``; without effect under torchrun or SLURM.
         timeout_s: A rank that others wait for longer than this counts as lost.

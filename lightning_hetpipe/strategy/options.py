@@ -11,7 +11,7 @@ from lightning_hetpipe.plans import SCHEDULES, Plan, read_plan_file
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.shipped import conf_dir
 
-Norm = Literal["keep", "deferred", "group", "freeze"]  # "sync" needs ranks that share a stage
+Norm = Literal["keep", "deferred", "sync", "group", "freeze"]
 _CHOICES = {
     "schedule": ("auto", *SCHEDULES),
     "norm": get_args(Norm),

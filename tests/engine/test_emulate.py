@@ -7,7 +7,7 @@ import torch
 from torch.distributed import Store
 
 from lightning_hetpipe.cluster import Cluster, Device, Emulation, Link
-from lightning_hetpipe.engine import transport
+from lightning_hetpipe.engine import edge
 from lightning_hetpipe.engine.emulate import Emulator, LinkClock
 from lightning_hetpipe.engine.session import Engine, sample_weights
 from lightning_hetpipe.errors import MemoryLimitError, RankFailedError
@@ -105,7 +105,7 @@ SLOW = Cluster(
 
 def over_emulated_links(rank: int, store: Store) -> Any:
     waits: list[float] = []
-    transport.wait_until = waits.append  # type: ignore[assignment]
+    edge.wait_until = waits.append  # type: ignore[assignment]
     sizes, ranks_of_stage, starts = (2, 1), ((1,), (2,), (0,)), (0, 1, 3)
     toy = Toy()
     engine = Engine(store, rank, 3, timeout_s=20, cluster=SLOW)

@@ -30,6 +30,7 @@ SHARES = ((1, 1), (5, 2, 1))
 SCHEDULES = ("gpipe", "1f1b")
 PRODUCT = list(itertools.product(MODELS, SPLITS, POSITIONS, SHARES, SCHEDULES))
 CASES = PRODUCT if ALL else list(pairwise_cover(PRODUCT))
+TIED: list[Any] = [("tied", "channel", "first", (1, 1), "1f1b"), ("tied", "batch", "last", (5, 2, 1), "1f1b")]
 BATCH, MICRO_BATCH, SAMPLES = 8, 3, 21  # micro-batches of 3, 3, 2; the last batch has 3, 2
 
 
@@ -91,7 +92,7 @@ def run(plan: Plan, module: pl.LightningModule, data: Any, folder: Path, **optio
 
 
 @pytest.mark.timeout(600 if ALL else 180)
-@pytest.mark.parametrize(("name", "split", "position", "shares", "schedule"), CASES)
+@pytest.mark.parametrize(("name", "split", "position", "shares", "schedule"), CASES + TIED)
 def test_a_shared_stage_trains_as_one_device(
     name: str,
     split: Split,
