@@ -1,4 +1,11 @@
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch loads; a pool of threads does not survive a fork
+
 import pytest
+import torch
+
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
