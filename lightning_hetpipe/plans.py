@@ -169,8 +169,7 @@ class Plan:
 
     def slices(self, n_samples: int) -> tuple[int, ...]:
         """Micro-batch sizes of a batch of ``n_samples``: all equal, but the last may be smaller."""
-        full, rest = divmod(n_samples, self.micro_batch)
-        return (self.micro_batch,) * full + ((rest,) if rest else ())
+        return micro_batch_sizes(n_samples, self.micro_batch)
 
     def routes(self, graph: LayerGraph) -> tuple[Route, ...]:
         """The messages between the stages, the loss stage included."""
@@ -291,6 +290,16 @@ def _row(plan: Plan, index: int) -> tuple[str, ...]:
         format_bytes(max(memory)) if memory else "-",
         figure(prediction.cut_bytes, format_bytes),
     )
+
+
+def micro_batch_sizes(n_samples: int, micro_batch: int) -> tuple[int, ...]:
+    """Slices of so many samples; the last one may be smaller.
+
+    >>> micro_batch_sizes(20, 8)
+    (8, 8, 4)
+    """
+    full, rest = divmod(n_samples, micro_batch)
+    return (micro_batch,) * full + ((rest,) if rest else ())
 
 
 def read_plan_file(path: str | Path) -> Any:

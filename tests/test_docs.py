@@ -8,7 +8,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_ci_runs_what_the_readme_calls_the_tests():
-    checks = "ruff check . && ruff format --check . && mypy && lint-imports && pytest"
+    checks = "ruff check . && ruff format --check . && mypy && lint-imports && pytest -n 2"
     assert f"&& {checks}\n" in README
     assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1] == checks
 
@@ -26,6 +26,6 @@ def test_the_readme_names_only_commands_and_choices_that_exist():
 
 
 def test_every_recipe_begins_with_its_command():
-    for name in ("resnet", "vgg"):
+    for name in ("resnet", "vgg", "normalization", "overhead", "one_stage"):
         source = (ROOT / "recipes" / f"{name}.py").read_text(encoding="utf-8")
         assert source.startswith(f'"""python recipes/{name}.py\n')

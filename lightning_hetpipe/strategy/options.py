@@ -34,6 +34,9 @@ class SplitByHand:
     devices: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        for kind, names in (("cuts", self.cuts), ("devices", self.devices)):
+            if names is not None and len(set(names)) < len(names):
+                raise PlanError(f"the plan's {kind} {', '.join(names)} name one twice: give each once")
         if self.cuts is not None and self.devices is not None and len(self.devices) != len(self.cuts) + 1:
             raise PlanError(
                 f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, but {len(self.devices)} devices "
@@ -74,10 +77,13 @@ class Options:
                 raise PlanError(f"{name}={getattr(self, name)!r} is unknown; known are {', '.join(choices)}")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise PlanError(f"micro_batch={self.micro_batch} was asked for: give at least 1, or 'auto'")
-        if self.timeout_s <= 0:
+        if not self.timeout_s > 0:
             raise PlanError(f"timeout_s={self.timeout_s} was asked for: give seconds > 0")
         if self.plan is not None and self.cluster is not None:
             _check_same_cluster(self.plan.cluster, self.cluster)
+        if self.split is not None and self.cluster is not None:
+            for name in self.split.devices or ():
+                self.cluster.device(name)
 
     @property
     def known_cluster(self) -> Cluster | None:

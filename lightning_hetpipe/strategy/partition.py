@@ -237,6 +237,9 @@ def only_held(module: nn.Module) -> Iterator[None]:
     finally:
         for store, key, tensor in hidden:
             store[key] = tensor  # type: ignore[assignment]
+        for child in module.modules():
+            if isinstance(child, nn.RNNBase):
+                child._init_flat_weights()  # it keeps a second list of its weights
 
 
 def _apply_to_held(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -6,8 +6,10 @@ user code ── module call ──► FORWARD ─►  their stages' actions    
 user code ends ────────────► END    ──►  logs, outputs               or the error, on every rank
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +20,7 @@ from lightning_hetpipe.engine.control import Message
 from lightning_hetpipe.engine.runtime import Context
 from lightning_hetpipe.engine.session import Engine, sample_weights
 from lightning_hetpipe.errors import RankFailedError, StepError
-from lightning_hetpipe.plans import Plan
+from lightning_hetpipe.plans import Plan, micro_batch_sizes
 from lightning_hetpipe.strategy.batch import count_samples, cut, join
 from lightning_hetpipe.strategy.data import AbsentBatch
 from lightning_hetpipe.strategy.exchange import Exchange, describe, unwrap
@@ -32,6 +34,8 @@ from lightning_hetpipe.timeline import Timeline
 from lightning_hetpipe.tracing import Signature, TensorSpec, Traced, signature_of
 
 Specs = dict[str, TensorSpec]
+
+log = logging.getLogger(__name__)
 
 
 class Operation(IntEnum):
@@ -161,7 +165,8 @@ class Pipeline:
         return result
 
     def _run_alone(self, work: Callable[[], Any], batch: Any) -> tuple[Any, list[LogCall]]:
-        with self._recorder.active(), self._stand_in.answered_by(self._forward):
+        n_samples = None if batch is None else _size_of(batch)
+        with self._recorder.active(), self._stand_in.answered_by(partial(self._forward, n_samples)):
             try:
                 result = work()
             finally:
@@ -189,17 +194,37 @@ class Pipeline:
         """`lead` for a hook of the LightningModule."""
         return self.lead(work, next((each for each in args if isinstance(each, AbsentBatch)), None))
 
-    def _forward(self, call: ModuleCall) -> Any:
-        """Answers a module call of rank 0: in slices, forward only, by all ranks."""
-        arguments = (call.args, call.kwargs)
-        n_rows = count_samples(arguments)
+    def _forward(self, n_samples: int | None, call: ModuleCall) -> Any:
+        """Answers a module call of rank 0: forward only, by all ranks, in slices where rows are samples."""
+        n_rows = count_samples((call.args, call.kwargs))
         sizes = self.plan.slices(n_rows)
-        bounds = [sum(sizes[:m]) for m in range(len(sizes) + 1)]
-        inputs = [self._traced.bind(*cut(arguments, n_rows, start, stop)) for start, stop in pairwise(bounds)]
+        inputs = self._sliced(call, sizes)
+        if len(sizes) > 1 and (n_samples not in (None, n_rows) or not self._has_rows(call, inputs[0], sizes)):
+            log.info("a call at %s runs in one piece: its rows are not the batch's samples", call.site)
+            sizes = (n_rows,)
+            inputs = self._sliced(call, sizes)
         firsts = {size: inputs[sizes.index(size)] for size in dict.fromkeys(sizes)}
         reader = ForwardReader(inputs)
         self.engine.forward(self._announce(Operation.FORWARD, sizes, firsts), reader=reader)
         return join(reader.outputs, sizes)
+
+    def _sliced(self, call: ModuleCall, sizes: Sequence[int]) -> list[dict[str, Tensor]]:
+        arguments, bounds = (call.args, call.kwargs), [sum(sizes[:m]) for m in range(len(sizes) + 1)]
+        return [
+            self._traced.bind(*cut(arguments, bounds[-1], start, stop)) for start, stop in pairwise(bounds)
+        ]
+
+    def _has_rows(self, call: ModuleCall, first: Mapping[str, Tensor], sizes: Sequence[int]) -> bool:
+        """Whether every output of the module has one row per row of its input, and nothing else grows."""
+        whole, part = (
+            self._shapes(signature_of(inputs), ())
+            for inputs in (self._traced.bind(call.args, call.kwargs), first)
+        )
+        shapes = [(whole[v.name].shape, part[v.name].shape) for v in self._traced.graph.values if v.output]
+        return all(
+            len(full) > 0 and full[1:] == slice_[1:] and full[0] * sizes[0] == slice_[0] * sum(sizes)
+            for full, slice_ in shapes
+        )
 
     # What is said between ranks
 
@@ -211,7 +236,7 @@ class Pipeline:
         known = signature in self._signatures
         if not known:
             self._signatures.append(signature)
-        numbers = (sum(sizes), self._signatures.index(signature))
+        numbers = (sum(sizes), self._signatures.index(signature), sizes[0])
         self.engine.control.share(Message(operation, numbers, object=None if known else signature))
         return self._specs(operation, sizes, signature)
 
@@ -219,13 +244,13 @@ class Pipeline:
         self, operation: int, sizes: Sequence[int], signature: tuple[tuple[int, Signature], ...]
     ) -> list[Specs]:
         trainable = None if operation == Operation.TRAIN else ()
-        by_size = {
-            size: self._traced.shapes(
-                dict(inputs), trainable, context=self._context(), device=self.engine.device
-            )
-            for size, inputs in signature
-        }
+        by_size = {size: self._shapes(inputs, trainable) for size, inputs in signature}
         return [by_size[size] for size in sizes]
+
+    def _shapes(self, inputs: Signature, trainable: tuple[str, ...] | None) -> Specs:
+        return self._traced.shapes(
+            dict(inputs), trainable, context=self._context(), device=self.engine.device
+        )
 
     def _follow(self, batch: Any) -> Any:
         """Takes part in what rank 0 announces until its user code ends."""
@@ -237,10 +262,10 @@ class Pipeline:
                     batch.n_samples = n_samples
                 self.module.trainer.should_stop |= should_stop
                 return unwrap(outcome)
-            n_samples, number = message.integers
+            n_samples, number, micro_batch = message.integers
             if message.object is not None:
                 self._signatures.append(message.object)
-            sizes = self.plan.slices(n_samples)
+            sizes = micro_batch_sizes(n_samples, micro_batch)
             specs = self._specs(message.operation, sizes, self._signatures[number])
             if message.operation == Operation.TRAIN:
                 self.engine.train_step(specs, weights=self._weights(sizes))

@@ -9,6 +9,7 @@ from torch.distributed import Store
 from lightning_hetpipe.cluster import Cluster, Device
 from lightning_hetpipe.engine.control import Control
 from lightning_hetpipe.engine.message import Layout
+from lightning_hetpipe.engine.pieces import Holding
 from lightning_hetpipe.engine.places import backend_between, check_present, processor, torch_device
 from lightning_hetpipe.engine.transport import connect
 from lightning_hetpipe.errors import ClusterError, RankFailedError
@@ -54,7 +55,7 @@ def exchange(rank: int, store: Store) -> list[float]:
     control = Control(store, rank, 2, timeout_s=20)
     cluster = Cluster("c", (Device("a", kind="cuda"), Device("b")))
     route = Route(0, 1, ("x",), ())
-    transport = connect(control, "plan", [route], [(0,), (1,)], device=CPU, cluster=cluster)
+    transport = connect(control, "plan", [route], [Holding((0,)), Holding((1,))], device=CPU, cluster=cluster)
     (edge,) = transport.edges.values()
     layout = Layout.of(("x",), {"x": TensorSpec((2,), torch.float64)})
     found = []

@@ -1,5 +1,6 @@
 """Evaluation on a pipeline: every row once and in order, equal results on all ranks."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torchmetrics
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
 
-from tests.helpers.pipelines import QUIET, Classifier, Witness, loader, pipeline, trainer
+import lightning_hetpipe as hp
+from tests.helpers.pipelines import QUIET, Classifier, Witness, hand_plan, loader, pipeline, trainer
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
 
@@ -238,3 +240,74 @@ def test_the_trainers_switches_work(options: dict[str, Any]) -> None:
         steps.append({key: value.cpu() for key, value in module.state_dict().items()})
     for name, value in steps[0].items():
         torch.testing.assert_close(steps[1][name], value)
+
+
+class _Similarities(nn.Module):
+    """Gives each sample's likeness to every other: its output grows both ways with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 5)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.layers(x)
+        return z @ z.T
+
+
+class _SequenceFirst(nn.Module):
+    """An LSTM over (length, samples, features), torch's own order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 6).double()
+        self.lstm = nn.LSTM(6, 5).double()
+        self.head = nn.Linear(5, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.lstm(self.embed(x))[0])
+        return out
+
+
+class _Sum(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self._see(batch[0])
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("seen", self._see(batch[0]))
+
+    def _see(self, x: Tensor) -> Tensor:
+        return (self.net(self.arrange(x)) ** 2).mean()
+
+    def arrange(self, x: Tensor) -> Tensor:
+        return torch.stack([x, x * 2, x * 3]) if isinstance(self.net, _SequenceFirst) else x
+
+
+@pytest.mark.parametrize("net", [_Similarities, _SequenceFirst])
+def test_an_evaluated_call_whose_rows_are_not_the_samples_is_not_sliced(net: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    module, other = _Sum(), _Sum()
+    module.net = net()
+    other.net = net()
+    other.load_state_dict(module.state_dict())
+    (alone,) = trainer().test(other, loader(24), verbose=False)
+    x = torch.randn(16, 8, dtype=torch.float64)
+    strategy = hp.HetPipeStrategy(
+        plan=hand_plan(module.net, (module.arrange(x),), 2), start_method="fork", timeout_s=60
+    )
+    (together,) = trainer(strategy, 2).test(module, loader(24), verbose=False)
+    assert together == pytest.approx(alone, rel=1e-9)
+
+
+def test_an_lstm_trains_over_two_ranks_as_on_one() -> None:
+    torch.manual_seed(0)
+    module = _Sum()
+    module.net = _SequenceFirst()
+    x = torch.randn(16, 8, dtype=torch.float64)
+    plan = hand_plan(module.net, (module.arrange(x),), 2)
+    twin = copy.deepcopy(module)
+    trainer(hp.HetPipeStrategy(plan=plan, start_method="fork", timeout_s=60), 2, max_epochs=1).fit(
+        module, loader(32)
+    )
+    trainer(max_epochs=1).fit(twin, loader(32))
+    for name, value in twin.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, atol=1e-10, rtol=0)
