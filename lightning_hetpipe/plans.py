@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -52,6 +52,8 @@ class Stage:
             raise PlanError(f"stage on {self.devices} has shares {self.shares}: give one per device")
         if any(share <= 0 for share in self.shares) or abs(sum(self.shares) - 1) > 1e-6:
             raise PlanError(f"shares {self.shares} of {self.devices} must be positive and sum to 1")
+        if self.split not in get_args(Split):
+            raise PlanError(f"split {self.split!r} is unknown; known are {', '.join(get_args(Split))}")
         if (self.split == "none") != (len(self.devices) == 1):
             raise PlanError(f"a stage on {len(self.devices)} devices cannot have split {self.split!r}")
 

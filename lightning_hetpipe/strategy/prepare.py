@@ -146,7 +146,9 @@ def _say(run: Run, pipelined: Any, groups: Groups) -> None:
     for index, layout in groups.layouts.items():
         log.debug("stage %d:\n%s", index, layout.describe())
         rank_zero_info(f"stage {index}: {layout.summary()}")
-    advice = small_batch_advice(pipelined, plan.micro_batch)
+    parts = [share for i in groups.indices("batch") for share in plan.stages[i].shares]
+    seen = plan.micro_batch if run.options.norm == "sync" else int(plan.micro_batch * min(parts, default=1.0))
+    advice = small_batch_advice(pipelined, max(1, seen))
     if advice is not None and run.exchange.leads:
         log.warning(advice)
 

@@ -180,3 +180,21 @@ def test_tied_layers_on_two_stages_reduce_their_gradients() -> None:
     cluster, profile = make_cluster([1.0, 1.0]), make_profile(graph, [1.0, 1.0])
     texts = {span.action for span in simulate(hand_plan(graph, cluster, (0, 2), ("d1", "d0")), profile).spans}
     assert {"0REDUCE_GRAD", "1REDUCE_GRAD"} <= texts
+
+
+@pytest.mark.parametrize("split", ["channel", "batch"])
+def test_a_plan_whose_last_stage_is_shared_is_simulated_with_its_loss_stage(split) -> None:
+    graph, cluster = make_graph(4), make_cluster((1.0, 1.0, 1.0))
+    plan = Plan(
+        cluster=cluster,
+        layer_names=tuple(layer.name for layer in graph.layers),
+        stages=(Stage(0, 2, ("d2",)), Stage(2, 4, ("d1", "d0"), (0.5, 0.5), split)),
+        batch_size=8,
+        micro_batch=2,
+        schedule="1f1b",
+        in_flight=(2, 1),
+    )
+    timeline = simulate(plan, make_profile(graph, (1.0, 1.0, 1.0)))
+    of_rank_0 = {span.action for span in timeline.spans if span.rank == 0}
+    assert {"1F0", "2F0", "2B0", "1B0"} <= of_rank_0
+    assert timeline.step_s > 0

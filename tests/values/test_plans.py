@@ -114,3 +114,8 @@ def test_a_damaged_file_gives_one_clear_error(text: str, message: str, tmp_path:
     with pytest.raises(PlanError, match=message) as error:
         Plan.load(tmp_path / "plan.json")
     assert "plan.json" in str(error.value)
+
+
+def test_an_unknown_split_is_refused() -> None:
+    with pytest.raises(PlanError, match="split 'rows' is unknown; known are none, channel, batch"):
+        Stage(0, 1, ("a", "b"), (0.5, 0.5), "rows")  # type: ignore[arg-type]
