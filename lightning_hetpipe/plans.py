@@ -6,7 +6,7 @@ model, cluster and profile that it was made from.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,12 +16,12 @@ import yaml
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import ClusterError, PlanError
 from lightning_hetpipe.graph import LayerGraph, Route
+from lightning_hetpipe.schedule import SCHEDULES, Schedule, make_schedule
 from lightning_hetpipe.text import align, format_seconds
 from lightning_hetpipe.units import format_bytes
 
 FORMAT = 1
 Split = Literal["none", "channel", "batch"]
-SCHEDULES = ("gpipe", "1f1b")
 COLUMNS = (
     "stage", "layers", "device", "share", "in flight",
     "forward", "backward", "busy", "memory", "enters",
@@ -174,6 +174,37 @@ class Plan:
     def routes(self, graph: LayerGraph) -> tuple[Route, ...]:
         """The messages between the stages, the loss stage included."""
         return graph.routes(self.starts, loss_apart=self.loss_apart)
+
+    def action_lists(
+        self,
+        routes: Sequence[Route],
+        n_micro_batches: int,
+        *,
+        reduce: Iterable[int] = (),
+        training: bool = True,
+        check: bool = True,
+    ) -> Schedule:
+        """What every rank does in one step: the lists that are simulated, drawn and executed.
+
+        Args:
+            routes: Those of `routes`.
+            n_micro_batches: At least 1.
+            reduce, training, check: As for `make_schedule`.
+
+        Raises:
+            ScheduleError: The plan's in-flight counts cannot work.
+        """
+        return make_schedule(
+            self.schedule,
+            ranks_of_stage=self.executed_ranks,
+            n_ranks=len(self.cluster.devices),
+            n_micro_batches=n_micro_batches,
+            in_flight=self.executed_in_flight,
+            routes=routes,
+            reduce=reduce,
+            training=training,
+            check=check,
+        )
 
     def check_graph(self, graph: LayerGraph) -> None:
         """Refuses a plan that was made for another model.

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import pairwise
 
 from lightning_hetpipe.plans import Split
-from lightning_hetpipe.stage.shares import bounds_of, largest_remainder
+from lightning_hetpipe.shares import bounds_of, largest_remainder
 
 Rows = tuple[int, int]  # from, and up to but not including
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -229,7 +229,7 @@ class Runtime:
         made = dict(self._stages[stage](inputs))
         if stage == self._last:
             assert step.reader is not None
-            last: Any = self._stages[stage]
+            last = cast(LastStage, self._stages[stage])
             loss = step.reader.finish(m, last.output(inputs | made))
             if step.schedule.training:
                 step.losses[m], step.weighted[m] = loss.detach(), loss * step.weights[m]

@@ -18,6 +18,7 @@ from lightning_hetpipe.planner.microbatch import offered
 from lightning_hetpipe.planner.plan_cost import PlanCost, ring, ring_s
 from lightning_hetpipe.planner.split import Even, even_stages
 from lightning_hetpipe.plans import Stage
+from lightning_hetpipe.shares import largest_remainder
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,8 @@ class Baseline:
 class Alone:
     """What each device reaches without the others, samples in slices of its best size."""
 
-    def __init__(self, setting: Setting, *, micro_batch: int | None = None) -> None:
+    def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.fixed = micro_batch
         graph = setting.profile.graph
         self.parameter_bytes = float(sum(layer.parameter_bytes for layer in graph.layers))
         self.seconds = cache(self._seconds)
@@ -65,7 +65,7 @@ class Alone:
         profile = self.setting.profile
         limit = self.setting.cluster.device(name).memory_bytes if limited else None
         best = (np.inf, 1, 0)
-        for size in (self.fixed,) if self.fixed else offered(samples, self.setting.smallest):
+        for size in offered(samples, self.setting.smallest):
             full, rest = divmod(samples, size)
             costs = self.setting.costs(size)
             n_layers = len(costs.graph)
@@ -130,7 +130,8 @@ def data_parallel(setting: Setting, alone: Alone, *, uneven: bool) -> Baseline:
     best = (np.inf, 0, "the model does not fit on every device")
     for count in (n for n in counts if n <= min(len(names), setting.batch_size)):
         team = ranked[:count]
-        shares = _uneven_shares(setting, alone, team) if uneven else _even_shares(setting.batch_size, count)
+        speeds = _speeds(setting, alone, team) if uneven else [1.0] * count
+        shares = largest_remainder(setting.batch_size, speeds)
         results = [alone.best(name, share) for name, share in zip(team, shares)]
         step_s = max(result[0] for result in results) + _all_reduce_s(setting, alone, team)
         memory = max(result[2] for result in results)
@@ -139,19 +140,9 @@ def data_parallel(setting: Setting, alone: Alone, *, uneven: bool) -> Baseline:
     return Baseline(title, *best)
 
 
-def _even_shares(batch_size: int, count: int) -> list[int]:
-    return [batch_size // count + (i < batch_size % count) for i in range(count)]
-
-
-def _uneven_shares(setting: Setting, alone: Alone, team: list[str]) -> list[int]:
-    """Shares by speed, rounded by largest remainder."""
+def _speeds(setting: Setting, alone: Alone, team: list[str]) -> list[float]:
     batch = setting.batch_size
-    rates = np.array([batch / alone.best(name, batch, limited=False)[0] for name in team])
-    exact = batch * rates / rates.sum()
-    shares = np.floor(exact).astype(int)
-    for index in np.argsort(shares - exact)[: batch - int(shares.sum())]:
-        shares[index] += 1
-    return [int(share) for share in shares]
+    return [batch / alone.best(name, batch, limited=False)[0] for name in team]
 
 
 def _all_reduce_s(setting: Setting, alone: Alone, team: list[str]) -> float:

@@ -11,8 +11,9 @@ from lightning_hetpipe.planner.microbatch import offered
 from lightning_hetpipe.planner.plan_cost import PlanCost, schedule_of
 from lightning_hetpipe.planner.pools import Pools
 from lightning_hetpipe.planner.simulate import simulate_schedule, step_seconds
-from lightning_hetpipe.plans import SCHEDULES, Plan, Prediction, Stage
+from lightning_hetpipe.plans import Plan, Prediction, Stage
 from lightning_hetpipe.profiles import Profile
+from lightning_hetpipe.schedule import SCHEDULES
 
 MANY_ACTIONS = 30_000
 

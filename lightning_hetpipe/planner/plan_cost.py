@@ -8,7 +8,7 @@ from lightning_hetpipe.graph import READER, LayerGraph
 from lightning_hetpipe.planner.cost import ADAM, LayerCosts, lower_bound_s
 from lightning_hetpipe.plans import Plan, Stage
 from lightning_hetpipe.profiles import Profile
-from lightning_hetpipe.schedule import Action, Kind, Schedule, generate, make_schedule
+from lightning_hetpipe.schedule import Action, Kind, Schedule
 
 
 def schedule_of(
@@ -26,16 +26,12 @@ def schedule_of(
     Raises:
         ScheduleError: The plan's in-flight counts cannot work.
     """
-    make = make_schedule if check else generate
-    return make(
-        plan.schedule,
-        ranks_of_stage=plan.executed_ranks,
-        n_ranks=len(plan.cluster.devices),
-        n_micro_batches=len(plan.slices(n_samples or plan.batch_size)),
-        in_flight=plan.executed_in_flight,
-        routes=plan.routes(graph),
+    return plan.action_lists(
+        plan.routes(graph),
+        len(plan.slices(n_samples or plan.batch_size)),
         reduce=reducing_stages(plan, graph),
         training=training,
+        check=check,
     )
 
 

@@ -28,7 +28,7 @@ def explain(
         _worth(setting, plan, rows),
         _bottleneck(setting, plan),
         _rejected(plan, found),
-        _limit(setting, plan),
+        _limit(plan),
     ]
     if gap > 0.02:
         parts.append(f"a better placement could save {gap:.0%} at most")
@@ -88,7 +88,7 @@ def _shape(plan: Plan) -> tuple[object, ...]:
     return plan.stages, plan.micro_batch, plan.schedule
 
 
-def _limit(setting: Setting, plan: Plan) -> str:
+def _limit(plan: Plan) -> str:
     """The device whose memory is nearly full, if any."""
     assert plan.prediction is not None
     for device, used in zip(plan.cluster.devices, plan.prediction.memory_bytes):
@@ -110,10 +110,8 @@ def infeasible(
     costs = setting.costs(min(sizes))
     n_layers = len(costs.graph)
     weights = float(costs.parameter_bytes[-1]) * (2 + setting.optimizer_copies)
-    layers = [
-        min(costs.memory_bytes(device.name, i, i + 1, 1) for device in setting.cluster.devices[:1])
-        for i in range(n_layers)
-    ]
+    first = setting.cluster.devices[0].name
+    layers = [costs.memory_bytes(first, i, i + 1, 1) for i in range(n_layers)]
     fullest = int(np.argmax(layers))
     limits = [device.memory_bytes for device in setting.cluster.devices]
     known = [limit for limit in limits if limit is not None]

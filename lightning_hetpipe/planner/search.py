@@ -27,8 +27,9 @@ from lightning_hetpipe.planner.polish import polish
 from lightning_hetpipe.planner.pools import Pools, in_order, make_chain, make_pools
 from lightning_hetpipe.planner.reason import explain, infeasible
 from lightning_hetpipe.planner.split import Even, even_stages, named_stages
-from lightning_hetpipe.plans import SCHEDULES, Alternative, Plan, Stage
+from lightning_hetpipe.plans import Alternative, Plan, Stage
 from lightning_hetpipe.profiles import Profile
+from lightning_hetpipe.schedule import SCHEDULES
 
 _MARGIN = 1.1  # the closed form is off by as much, so placements up to here are worth a simulation
 _COARSE = 0.004  # cuts nearer to each other than this fraction of a period count as one

@@ -11,6 +11,7 @@ from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.graph import LayerGraph
 from lightning_hetpipe.planner.cost import LayerCosts
 from lightning_hetpipe.plans import Stage
+from lightning_hetpipe.shares import largest_remainder
 
 Even = Literal["layers", "time"]
 
@@ -31,7 +32,7 @@ def even_stages(costs: LayerCosts, devices: Sequence[str], even: Even) -> tuple[
     if n > n_layers:
         raise PlanError(f"{n} stages were asked for, but the model has {n_layers} layers to divide")
     if even == "layers":
-        sizes = [n_layers // n + (i < n_layers % n) for i in range(n)]
+        sizes = list(largest_remainder(n_layers, (1.0,) * n))
     else:
         forward, backward = costs.seconds(devices[0])
         sizes = _balanced(np.diff(forward + backward).tolist(), n)

@@ -83,11 +83,11 @@ def measure_device(
         for size in _in_order(sizes, lambda: budget_s - (time.perf_counter() - began_s)):
             report(len(columns), len(sizes))
             batch = _resized(inputs, size)
-            deadline_s = time.perf_counter() + budget_s / len(sizes)
-            apart, spread = _repeat(layers, batch, context, deadline_s - budget_s / len(sizes) / 2)
+            now_s, half_s = time.perf_counter(), budget_s / len(sizes) / 2
+            apart, spread = _repeat(layers, batch, context, now_s + half_s)
             starts = _run_starts(apart)
             runs = [traced.stage(start, stop, place) for start, stop in zip(starts, [*starts[1:], n_layers])]
-            together, _ = _repeat(runs, batch, context, deadline_s)
+            together, _ = _repeat(runs, batch, context, now_s + 2 * half_s)
             if size == sizes[0]:
                 smallest = (runs, batch)
             columns[size] = (

@@ -10,7 +10,9 @@ from lightning_hetpipe.schedule.generate import forward_only, gpipe, one_f_one_b
 from lightning_hetpipe.schedule.lower import RanksOfStage, lower
 from lightning_hetpipe.schedule.validate import validate
 
-__all__ = ["Action", "Kind", "Schedule", "generate", "grid", "make_schedule", "validate"]
+__all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "grid", "make_schedule", "validate"]
+
+SCHEDULES = ("gpipe", "1f1b")
 
 
 def make_schedule(
@@ -23,6 +25,7 @@ def make_schedule(
     routes: Iterable[Route],
     reduce: Iterable[int] = (),
     training: bool = True,
+    check: bool = True,
 ) -> Schedule:
     """What every rank does in one step, proven to be complete and to run to its end.
 
@@ -35,44 +38,18 @@ def make_schedule(
         routes: The messages between the stages (`Plan.routes`).
         reduce: Stages whose ranks share gradients with others, and reduce them at the end.
         training: False for a forward-only schedule, whatever the name.
+        check: False leaves the proof out, for lists that are simulated and thrown away.
 
     Raises:
         ScheduleError: The arguments contradict each other.
     """
-    routes = tuple(routes)
-    schedule = generate(
-        name,
-        ranks_of_stage=ranks_of_stage,
-        n_ranks=n_ranks,
-        n_micro_batches=n_micro_batches,
-        in_flight=in_flight,
-        routes=routes,
-        reduce=reduce,
-        training=training,
-    )
-    validate(schedule, routes, in_flight=in_flight if name == "1f1b" and training else None)
-    return schedule
-
-
-def generate(
-    name: str,
-    *,
-    ranks_of_stage: RanksOfStage,
-    n_ranks: int,
-    n_micro_batches: int,
-    in_flight: Sequence[int],
-    routes: Iterable[Route],
-    reduce: Iterable[int] = (),
-    training: bool = True,
-) -> Schedule:
-    """`make_schedule` without the proof, for the planner's inner loop."""
-    n_stages = len(ranks_of_stage)
+    n_stages, routes = len(ranks_of_stage), tuple(routes)
     if n_micro_batches < 1:
         raise ScheduleError(f"a schedule of {n_micro_batches} micro-batches was asked for: give at least 1")
     if n_stages == 0 or 0 not in ranks_of_stage[-1]:
         raise ScheduleError(f"the last stage must be on rank 0; stages are on {tuple(ranks_of_stage)}")
-    if name not in ("gpipe", "1f1b"):
-        raise ScheduleError(f"schedule {name!r} is unknown; known are gpipe, 1f1b")
+    if name not in SCHEDULES:
+        raise ScheduleError(f"schedule {name!r} is unknown; known are {', '.join(SCHEDULES)}")
     ahead = n_micro_batches
     if not training:
         orders = forward_only(n_stages, n_micro_batches)
@@ -82,7 +59,7 @@ def generate(
     else:
         orders = one_f_one_b(n_stages, n_micro_batches, in_flight)
         ahead = min(in_flight[0], n_micro_batches)
-    return lower(
+    schedule = lower(
         name,
         orders,
         ranks_of_stage=ranks_of_stage,
@@ -93,3 +70,6 @@ def generate(
         reduce=reduce,
         training=training,
     )
+    if check:
+        validate(schedule, routes, in_flight=in_flight if name == "1f1b" and training else None)
+    return schedule

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.shares import bounds_of, largest_remainder
 from lightning_hetpipe.stage.members import Members
-from lightning_hetpipe.stage.shares import bounds_of, largest_remainder
 
 BUCKET_BYTES = 25 * 2**20
 Stage = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]

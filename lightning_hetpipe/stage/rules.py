@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from lightning_hetpipe.shares import channel_bounds
 from lightning_hetpipe.stage import kernels
 from lightning_hetpipe.stage.consolidate import Placement
 from lightning_hetpipe.stage.kernels import Kernel, Member
@@ -30,7 +31,6 @@ from lightning_hetpipe.stage.local import (
     spatial,
     view,
 )
-from lightning_hetpipe.stage.shares import channel_bounds
 from lightning_hetpipe.stage.site import COPY, SHARD, WHOLE, Answer, Realisation, Site, local, size_work
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.shares import channel_bounds
 from lightning_hetpipe.stage.consolidate import Placement
 from lightning_hetpipe.stage.kernels import Kernel, Member
 from lightning_hetpipe.stage.layout import Form, Sharding, Way
-from lightning_hetpipe.stage.shares import channel_bounds
 
 WHOLE, COPY, SHARD = Form.REPLICATED, Form.COPIED, Form.SHARDED
 

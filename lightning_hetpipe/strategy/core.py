@@ -133,8 +133,6 @@ class PipelineStrategy(Together):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.start_method = start_method
-        self.checkpoint_form = checkpoint
         self.num_nodes = 1
         self._engine: Engine | None = None
         self._group: Any = None
@@ -206,12 +204,12 @@ class PipelineStrategy(Together):
         self.set_world_ranks()
         if self.num_processes == 1:
             return
-        if self.start_method == "popen":
+        if self.options.start_method == "popen":
             launcher = self.subprocess_launcher(environment, self.num_processes, 1)
             launcher.check = self.check
             self._launcher = launcher
         else:
-            self._launcher = self.process_launcher(self, start_method=self.start_method)
+            self._launcher = self.process_launcher(self, start_method=self.options.start_method)
 
     def set_world_ranks(self) -> None:
         """Global ranks of processes on this machine; torchrun and SLURM know theirs and ignore this."""

@@ -7,8 +7,9 @@ from typing import Any, Literal, get_args
 
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import ClusterError, PlanError
-from lightning_hetpipe.plans import SCHEDULES, Plan, read_plan_file
+from lightning_hetpipe.plans import Plan, read_plan_file
 from lightning_hetpipe.profiles import Profile
+from lightning_hetpipe.schedule import SCHEDULES
 from lightning_hetpipe.shipped import conf_dir
 
 Norm = Literal["keep", "deferred", "sync", "group", "freeze"]

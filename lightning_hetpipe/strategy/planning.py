@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ def choose_plan(
     if last is not None and (last.graph_fingerprint, last.batch_size) == (fingerprint, captured.batch_size):
         return last
     cluster = options.cluster or find_cluster(exchange, engine.device)
-    profile = options.profile or _profile(engine, exchange, traced, captured, context, cluster)
+    measure = partial(_measure, engine, exchange, traced, captured, context, cluster)
+    profile = options.profile or _profile(engine, exchange, traced, cluster, measure)
     if profile.graph.fingerprint != fingerprint:
         raise PlanError(
             f"the profile is of another model (fingerprint {profile.graph.fingerprint}, this one has "
@@ -74,18 +76,12 @@ def choose_plan(
 
 
 def _profile(
-    engine: Engine,
-    exchange: Exchange,
-    traced: Traced,
-    captured: Captured,
-    context: Context,
-    cluster: Cluster,
+    engine: Engine, exchange: Exchange, traced: Traced, cluster: Cluster, measure: Callable[[], DeviceProfile]
 ) -> Profile:
     """What every rank measured of its own device, now or in an earlier run, and the links between them."""
-    devices = exchange.agree(lambda: _measure(engine, exchange, traced, captured, context, cluster))
     return Profile(
         traced.graph,
-        tuple(devices),
+        tuple(exchange.agree(measure)),
         links=engine.measure_links(cluster),
         environment={"torch": torch.__version__, "processor": processor_name()},
     )

@@ -20,7 +20,6 @@ from lightning_hetpipe.engine.runtime import SharedGradients
 from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.plans import Plan
-from lightning_hetpipe.schedule import make_schedule
 from lightning_hetpipe.schedule.action import Schedule
 from lightning_hetpipe.stage.norm import convert_norm, small_batch_advice
 from lightning_hetpipe.strategy import hooks, norms
@@ -242,16 +241,8 @@ def _install(run: Run, traced: Traced, groups: Groups, owners: OwnerMap) -> OwnP
     )
 
     def make(n_micro_batches: int, training: bool) -> Schedule:
-        return make_schedule(
-            plan.schedule,
-            ranks_of_stage=plan.executed_ranks,
-            n_ranks=run.exchange.world_size,
-            n_micro_batches=n_micro_batches,
-            in_flight=plan.executed_in_flight,
-            routes=routes,
-            reduce=reducing if training else (),
-            training=training,
-        )
+        reduce = reducing if training else ()
+        return plan.action_lists(routes, n_micro_batches, reduce=reduce, training=training)
 
     run.engine.install(
         make,

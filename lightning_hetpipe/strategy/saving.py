@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_hetpipe.errors import StepError
 from lightning_hetpipe.strategy import checkpoint as state
+from lightning_hetpipe.strategy.options import Options
 from lightning_hetpipe.strategy.partition import OwnerMap
 from lightning_hetpipe.strategy.sharded import is_sharded, load_sharded, save_sharded
 from lightning_hetpipe.strategy.shards import consolidate, cut_optimizer_state, cut_state
@@ -22,7 +23,7 @@ class Saving(_Strategy):
     Combined with the ParallelStrategy of one Lightning namespace.
     """
 
-    checkpoint_form: str
+    options: Options
     _group: Any  # gloo, all ranks; None where there is one rank
 
     @property
@@ -59,7 +60,7 @@ class Saving(_Strategy):
             checkpoint = consolidate(
                 checkpoint, self.lightning_module, self.optimizers, owners, self.global_rank, self._group
             )
-        if self.checkpoint_form == "directory":
+        if self.options.checkpoint == "directory":
             save_sharded(
                 checkpoint, filepath, rank=self.global_rank, group=self._group, interrupted=interrupted
             )

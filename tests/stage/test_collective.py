@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_hetpipe.shares import bounds_of
 from lightning_hetpipe.stage import collective
-from lightning_hetpipe.stage.shares import bounds_of
 from tests.helpers.ranks import run_ranks
 
 # n ranks -> the channels of each member

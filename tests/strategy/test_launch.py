@@ -19,7 +19,6 @@ torch.set_num_threads(1)
 torch.manual_seed(1)
 module = Classifier()
 strategy = pipeline(module, 3)
-strategy.start_method = "popen"
 run = trainer(strategy, int(__import__("os").environ["LOCAL_WORLD_SIZE"]), num_nodes=2)
 torch.manual_seed(2)
 run.fit(module, loader(shuffle=True), loader(20, seed=1))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.errors import PlanError
-from lightning_hetpipe.stage.shares import channel_bounds, largest_remainder
+from lightning_hetpipe.shares import channel_bounds, largest_remainder
 
 SHARES = st.lists(st.floats(0.01, 10), min_size=1, max_size=6)
 
