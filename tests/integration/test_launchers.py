@@ -106,7 +106,7 @@ def lines(folder: Path) -> list[list[str]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_all_names_are_registered_with_their_start_method(name: str) -> None:
     strategy = StrategyRegistry.get(name)
-    assert strategy.start_method == NAMES[name]
+    assert strategy.options.start_method == NAMES[name]
 
 
 @pytest.mark.parametrize("name", ["hetpipe_notebook", "hetpipe_fork"])
