@@ -29,6 +29,7 @@ from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.errors import UnsupportedError
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import Profile
+from lightning_hetpipe.stage.norm import convert_norm
 from lightning_hetpipe.strategy.capture import Capture, capture_from_loader, capture_from_step
 from lightning_hetpipe.strategy.data import for_this_rank
 from lightning_hetpipe.strategy.devices import refuse_autocast_across_kinds, stand_ins, take_device
@@ -161,6 +162,10 @@ class PipelineStrategy(Together):
     def take_report(self, report: bytes) -> None:
         """The inverse of `report`."""
         self._plan, self._timeline = pickle.loads(report)
+        if self.options.norm == "group" and self._plan is not None:
+            # The weights that came back are GroupNorm's; a BatchNorm here would take them for its own.
+            assert self.lightning_module is not None
+            convert_norm(find_pipelined(self.lightning_module, self.options.module)[1], "group")
 
     # Processes
 
