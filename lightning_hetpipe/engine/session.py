@@ -71,7 +71,7 @@ class Engine:
                 torch.set_num_threads(own.threads)
         self._base_bytes = 0
         self._runtime: Runtime | None = None
-        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._schedules: dict[tuple[MakeSchedule, int, bool], Schedule] = {}
         self._plans = itertools.count()
         self._groups = itertools.count()
 
@@ -159,11 +159,15 @@ class Engine:
             self.emulator.limit_memory(held_bytes)
         reset_peak(self.device)
 
+    def follow(self, make_schedule: MakeSchedule) -> None:
+        """From the next step on executes other action lists of the installed stages; on all ranks alike."""
+        self._make = make_schedule
+
     def schedule(self, n_micro_batches: int, training: bool) -> Schedule:
         """The installed plan's action lists for so many micro-batches."""
-        key = (n_micro_batches, training)
+        key = (self._make, n_micro_batches, training)
         if key not in self._schedules:
-            self._schedules[key] = self._make(*key)
+            self._schedules[key] = self._make(n_micro_batches, training)
         return self._schedules[key]
 
     def train_step(

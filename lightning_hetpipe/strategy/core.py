@@ -81,6 +81,9 @@ class PipelineStrategy(Together):
         blocks: Dotted name of a sequence of blocks, for a module that does not trace.
         checkpoint: ``file`` is one ordinary Lightning checkpoint; ``directory``, for a model too large for
             rank 0, has every rank write its part.
+        refine: Whether a plan whose micro-batch was chosen by ``auto`` is compared, in the first full batches
+            of a fit, with its neighbours: other schedules, and other micro-batch sizes where those train the
+            same (no BatchNorm that sees micro-batches, no random numbers). The fastest goes on.
     """
 
     is_distributed = True
@@ -103,6 +106,7 @@ class PipelineStrategy(Together):
         run_dir: str | Path | None = None,
         blocks: str | None = None,
         checkpoint: str = "file",
+        refine: bool = True,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -123,6 +127,7 @@ class PipelineStrategy(Together):
             loss_reduction=loss_reduction,
             start_method=start_method,
             checkpoint=checkpoint,
+            refine=refine,
             timeout_s=timeout_s,
             run_dir=None if run_dir is None else Path(run_dir),
             blocks=blocks,
@@ -364,6 +369,10 @@ class PipelineStrategy(Together):
         factor = (1.0 if scaler is None else float(scaler.get_scale())) / accumulate
         free_previous = self._zeroes_next(trainer, accumulate)
         loss = self._pipeline.train(args, kwargs, factor, free_previous=free_previous)
+        if self._plan is not self._pipeline.plan:
+            self._plan = self._pipeline.plan
+            if self.options.run_dir is not None and self.exchange.leads:
+                self._plan.save(self.options.run_dir / "plan.json")
         if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             self._timeline = self._pipeline.gather_timeline()
         return loss

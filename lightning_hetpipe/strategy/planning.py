@@ -16,6 +16,7 @@ from lightning_hetpipe.engine.memory import tune_allocator
 from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.engine.survey import tabulated_sizes
 from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.planner.rivals import rivals
 from lightning_hetpipe.planner.search import make_plan
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import DeviceProfile, Profile
@@ -26,6 +27,7 @@ from lightning_hetpipe.strategy.capture import Captured
 from lightning_hetpipe.strategy.discovery import find_cluster
 from lightning_hetpipe.strategy.exchange import Exchange
 from lightning_hetpipe.strategy.options import Options
+from lightning_hetpipe.strategy.refine import sees_micro_batches
 from lightning_hetpipe.tracing import Traced
 
 log = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ log = logging.getLogger(__name__)
 Context = Callable[[], AbstractContextManager[Any]]
 
 
-def choose_plan(
+def choose_plans(
     options: Options,
     engine: Engine,
     exchange: Exchange,
@@ -41,8 +43,8 @@ def choose_plan(
     captured: Captured,
     context: Context,
     last: Plan | None,
-) -> Plan:
-    """The plan of this run, equal on all ranks. Called on all ranks.
+) -> tuple[Plan, ...]:
+    """The plan of this run, then its rivals, to be tried beside it; equal on all ranks, which all call it.
 
     Args:
         context: Entered around each forward, such as autocast.
@@ -54,10 +56,10 @@ def choose_plan(
     """
     if options.plan is not None:
         options.plan.check_graph(traced.graph)
-        return options.plan
+        return (options.plan,)
     fingerprint = traced.graph.fingerprint
     if last is not None and (last.graph_fingerprint, last.batch_size) == (fingerprint, captured.batch_size):
-        return last
+        return (last,)
     cluster = options.cluster or find_cluster(exchange, engine.device)
     measure = partial(_measure, engine, exchange, traced, captured, context, cluster)
     profile = options.profile or _profile(engine, exchange, traced, cluster, measure)
@@ -66,13 +68,18 @@ def choose_plan(
             f"the profile is of another model (fingerprint {profile.graph.fingerprint}, this one has "
             f"{fingerprint}): measure again, or leave profile= out"
         )
-    text = exchange.lead(lambda: _make(options, profile, cluster, captured.batch_size).to_json())
-    plan = Plan.from_json(text)
+    module = traced.module
+
+    def make() -> list[str]:
+        plan = _make(options, profile, cluster, captured.batch_size)
+        return [each.to_json() for each in (plan, *_rivals(options, profile, plan, module))]
+
+    plans = tuple(map(Plan.from_json, exchange.lead(make)))
     if exchange.leads and options.run_dir is not None:
         options.run_dir.mkdir(parents=True, exist_ok=True)
-        plan.save(options.run_dir / "plan.json")
+        plans[0].save(options.run_dir / "plan.json")
         profile.save(options.run_dir / "profile.json")
-    return plan
+    return plans
 
 
 def _profile(
@@ -140,6 +147,13 @@ def _make(options: Options, profile: Profile, cluster: Cluster, batch_size: int)
     )
     # A process cannot become another machine: where devices are real, rank i stays device i.
     return plan if _is_movable(cluster) else replace(plan, cluster=cluster)
+
+
+def _rivals(options: Options, profile: Profile, plan: Plan, module: nn.Module) -> tuple[Plan, ...]:
+    """What is tried in the first steps: only where all was left to the planner, and only what is exact."""
+    if not options.refine or options.micro_batch is not None or options.split is not None:
+        return ()
+    return rivals(profile, plan, sizes=not sees_micro_batches(module), schedule=options.schedule)
 
 
 def _is_movable(cluster: Cluster) -> bool:

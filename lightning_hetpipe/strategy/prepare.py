@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.runtime import SharedGradients
-from lightning_hetpipe.engine.session import Engine
+from lightning_hetpipe.engine.session import Engine, MakeSchedule
 from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.schedule.action import Schedule
@@ -40,8 +40,9 @@ from lightning_hetpipe.strategy.partition import (
 )
 from lightning_hetpipe.strategy.pipeline import Pipeline
 from lightning_hetpipe.strategy.pipelined import find_pipelined
-from lightning_hetpipe.strategy.planning import choose_plan
+from lightning_hetpipe.strategy.planning import choose_plans
 from lightning_hetpipe.strategy.precision import prepare_precision
+from lightning_hetpipe.strategy.refine import SEES, Refinement, sees_micro_batches
 from lightning_hetpipe.strategy.shards import cut, join
 from lightning_hetpipe.strategy.steps import StandIn
 from lightning_hetpipe.tracing import TensorSpec, Traced, trace
@@ -85,7 +86,8 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     captured: Captured = run.exchange.lead(lambda: capture(stand_in))
     traced = _trace(run, pipelined, captured)
     context = run.precision.forward_context
-    plan = choose_plan(run.options, run.engine, run.exchange, traced, captured, context, plan)
+    plans = choose_plans(run.options, run.engine, run.exchange, traced, captured, context, plan)
+    plan = plans[0]
     refuse_autocast_across_kinds(run.precision, plan.cluster)
     groups = _groups(run, name, traced, plan, captured)
     _say(run, pipelined, groups)
@@ -98,7 +100,7 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
         cut(each, owners, run.exchange.rank)
     gc.collect()  # weights that went to other ranks are still in reference cycles
     prepare_precision(run.precision, run.engine.device, run.group)
-    own = _install(run, traced, groups, owners)
+    own, lists = _install(run, traced, groups, owners)
     restore_clipping = install_clipping(
         run.precision, run.group, borrowed_parameters(run.module, owners, run.exchange.rank)
     )
@@ -123,7 +125,8 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
         run.module,
         stand_in,
         traced,
-        plan,
+        Refinement(plans, SEES if sees_micro_batches(pipelined) else ""),
+        lists,
         run.engine,
         run.exchange,
         loss_reduction=run.options.loss_reduction,
@@ -212,8 +215,10 @@ def _owners(module: Any, name: str, traced: Traced, groups: Groups) -> OwnerMap:
     return OwnerMap.of_stages(module, name, holders, placements)
 
 
-def _install(run: Run, traced: Traced, groups: Groups, owners: OwnerMap) -> OwnPart:
-    """Builds this rank's stages and connects it with the others."""
+def _install(
+    run: Run, traced: Traced, groups: Groups, owners: OwnerMap
+) -> tuple[OwnPart, Callable[[Plan], MakeSchedule]]:
+    """Builds this rank's stages and connects it with the others; also gives what makes their action lists."""
     plan = groups.plan
     routes = plan.routes(traced.graph)
     rank = run.exchange.rank
@@ -240,12 +245,15 @@ def _install(run: Run, traced: Traced, groups: Groups, owners: OwnerMap) -> OwnP
         {stage_of_rank[each] for ranks in names_of for each in ranks} | set(groups.indices("batch"))
     )
 
-    def make(n_micro_batches: int, training: bool) -> Schedule:
-        reduce = reducing if training else ()
-        return plan.action_lists(routes, n_micro_batches, reduce=reduce, training=training)
+    def lists(plan: Plan) -> MakeSchedule:
+        def make(n_micro_batches: int, training: bool) -> Schedule:
+            reduce = reducing if training else ()
+            return plan.action_lists(routes, n_micro_batches, reduce=reduce, training=training)
+
+        return make
 
     run.engine.install(
-        make,
+        lists(plan),
         routes,
         groups.holdings,
         own.stages,
@@ -255,7 +263,7 @@ def _install(run: Run, traced: Traced, groups: Groups, owners: OwnerMap) -> OwnP
         axes=groups.axes,
         reductions=own.reductions,
     )
-    return own
+    return own, lists
 
 
 def _counts(plan: Plan, rank: int) -> bool:
