@@ -76,12 +76,14 @@ def run(plan: hp.Plan, options: argparse.Namespace) -> tuple[bool, str]:
     return True, f"{measured.step_s:.3g} s per step, {used}"
 
 
-def prove(name: str, plan: hp.Plan, profile: hp.Profile, options: argparse.Namespace, **asked) -> Claim:
+def prove(
+    name: str, plan: hp.Plan, profile: hp.Profile, cluster: hp.Cluster, options: argparse.Namespace, **asked
+) -> Claim:
     """Tries a largest batch, one sample more by the planner, and a larger one by running it."""
     try:
         hp.plan(
             profile,
-            profile_cluster(plan, profile),
+            cluster,
             plan.batch_size + 1,
             micro_batch=plan.micro_batch,
             optimizer_copies=OPTIMIZER_COPIES,
@@ -90,8 +92,9 @@ def prove(name: str, plan: hp.Plan, profile: hp.Profile, options: argparse.Names
         one_more = "PLANNED"
     except InfeasibleError:
         one_more = "refused"
-    trains, at = run(plan, options)
     larger = int(plan.batch_size * options.above) + 1
+    print(f"{name}: a run of {plan.batch_size} samples, then of {larger}", flush=True)
+    trains, at = run(plan, options)
     still, above = run(grown(plan, larger), options)
     return Claim(
         name,
@@ -102,21 +105,15 @@ def prove(name: str, plan: hp.Plan, profile: hp.Profile, options: argparse.Names
     )
 
 
-def profile_cluster(plan: hp.Plan, profile: hp.Profile) -> hp.Cluster:
-    """The plan's cluster, its devices in the order of the profile."""
-    devices = tuple(plan.cluster.device(device.name) for device in profile.devices)
-    return replace(plan.cluster, devices=devices)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--memory", nargs="+", default=["160MB", "80MB", "80MB"], help="of each device")
-    parser.add_argument("--width", type=int, default=16, help="channels of the first convolution")
+    parser.add_argument("--memory", nargs="+", default=["60MB", "40MB", "40MB"], help="of each device")
+    parser.add_argument("--width", type=int, default=8, help="channels of the first convolution")
     parser.add_argument("--pixels", type=int, default=64)
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps of each run")
-    parser.add_argument("--micro-batch", type=int, help="the smallest measured size by default")
+    parser.add_argument("--micro-batch", default="8", help="of both; auto: the smallest measured size")
     parser.add_argument(
         "--above", type=float, default=1.5, help="the batch that must be refused memory, times"
     )
@@ -130,12 +127,12 @@ def main() -> None:
     example = (torch.randn(64, 3, options.pixels, options.pixels),)
     profile = hp.profile(network(options.width), example, cluster)
     found = largest_batch(
-        profile, cluster, micro_batch=options.micro_batch or "auto", optimizer_copies=OPTIMIZER_COPIES
+        profile, cluster, micro_batch=options.micro_batch, optimizer_copies=OPTIMIZER_COPIES
     )
-    claims = [prove("this plan", found.plan, profile, options)]
+    claims = [prove("this plan", found.plan, profile, cluster, options)]
     if found.even is not None:
         claims.append(
-            prove("gpipe, even split", found.even, profile, options, schedule="gpipe", even="layers",
+            prove("gpipe, even split", found.even, profile, cluster, options, schedule="gpipe", even="layers",
                   device_order=[stage.devices[0] for stage in found.even.stages])
         )  # fmt: skip
     table = Table("largest batch of", "samples", "micro-batch", "one more", "a run of it", "a larger run")
