@@ -4,7 +4,7 @@ Is the micro-batch that `auto` takes the best there is? For every model, cluster
 steps with `auto`, with every size on offer, and with as many micro-batches as stages; prints images/s
 and the ratios. Every run is kept in --out as it ends, so that a study that was stopped goes on where it was.
 
-    python recipes/micro_batch.py --models vgg11 --clusters lab4 twins --batches 32 64 --out study.json
+    python recipes/micro_batch.py --models resnet18 --clusters lab4 twins --batches 32 --norm group
 """
 
 import argparse
@@ -39,15 +39,16 @@ Runs = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Cell:
-    """One model on one cluster with one batch size."""
+    """One model on one cluster with one batch size, and what BatchNorm does."""
 
     model: str
     cluster: str
     batch_size: int
+    norm: str
 
     def key(self, asked: str) -> str:
         """A run of the cell in the file."""
-        return f"{self.model}/{self.cluster}/{self.batch_size}/{asked}"
+        return f"{self.model}/{self.cluster}/{self.batch_size}/{self.norm}/{asked}"
 
 
 def network(name: str) -> nn.Module:
@@ -65,6 +66,7 @@ def train(cell: Cell, micro_batch: str, steps: int, profile: Path) -> dict[str, 
     strategy = hp.HetPipeStrategy(
         cluster=cluster,
         micro_batch=micro_batch,
+        norm=cell.norm,
         profile=profile if profile.exists() else None,
         run_dir=profile.parent,
         start_method="fork",
@@ -135,12 +137,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--models", nargs="+", default=["resnet18", "vgg11"], help="names in torchvision.models"
+        "--models", nargs="+", default=["resnet18", "mobilenet_v2"], help="names in torchvision.models"
     )
     parser.add_argument("--clusters", nargs="+", default=["twins", "lab4"], help="shipped ones, or files")
     parser.add_argument("--batches", nargs="+", type=int, default=[32, 64])
     parser.add_argument("--steps", type=int, default=8, help="of each run; auto takes its trials besides")
     parser.add_argument("--smallest", type=int, default=2, help="micro-batch of the sweep")
+    parser.add_argument(
+        "--norm", default="keep", help="group lets auto try other sizes too; see HetPipeStrategy"
+    )
     parser.add_argument("--out", type=Path, default=Path("micro_batch.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -148,7 +153,7 @@ def main() -> None:
 
     runs: Runs = json.loads(options.out.read_text()) if options.out.exists() else {}
     cells = [
-        Cell(model, cluster, batch)
+        Cell(model, cluster, batch, options.norm)
         for model in options.models
         for cluster in options.clusters
         for batch in options.batches

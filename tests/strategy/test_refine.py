@@ -159,6 +159,7 @@ def fit(folder: Path, net: nn.Module, epochs: int = 1, resume: Path | None = Non
         enable_model_summary=False,
         default_root_dir=folder,
     )
+    folder.mkdir(exist_ok=True)
     module = Sizes(net, folder)
     trainer.fit(module, loader(data(), BATCH), loader(data(20), 5), ckpt_path=resume)
     return module, trainer
@@ -207,6 +208,19 @@ def test_training_with_trials_of_other_sizes_equals_one_device(tmp_path: Path, l
     assert tuple(sizes[-1]) == plan.slices(BATCH - 5)
     whole = nn.functional.cross_entropy(net(data(20)[0]), data(20)[1])
     assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(whole.item(), abs=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_run_that_is_refined_again_after_a_resume_ends_as_one_that_never_was(
+    tmp_path: Path, last_rival_wins: None
+) -> None:
+    kept, first, rest = plain_net(), plain_net(), plain_net()
+    fit(tmp_path / "kept", kept, 2, refine=False)
+    fit(tmp_path / "first", first, 1)
+    _, trainer = fit(tmp_path / "rest", rest, 2, resume=tmp_path / "first" / "epoch=0.ckpt")
+    assert trainer.strategy.plan.reason.count("tried") == 1
+    for name, value in kept.state_dict().items():
+        assert_equal(name, rest.state_dict()[name], value)
 
 
 def test_under_batchnorm_only_the_order_of_work_is_tried(tmp_path: Path, last_rival_wins: None) -> None:
