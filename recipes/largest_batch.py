@@ -9,7 +9,11 @@ planner refuses one sample more, and the same stages are refused memory at --abo
 
 import argparse
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -35,6 +39,12 @@ class Claim:
     one_more: str
     at: str
     above: str
+
+
+def fresh(work: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function in a process of its own: memory that others freed would not count against a limit."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(work, *args).result()
 
 
 def network(width: int) -> nn.Module:
@@ -65,6 +75,8 @@ def grown(plan: hp.Plan, batch_size: int) -> hp.Plan:
 
 def run(plan: hp.Plan, options: argparse.Namespace) -> tuple[bool, str]:
     """Whether the plan trains, and what happened."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
     shape = (3, options.pixels, options.pixels)
     try:
         measured = train_on_random_samples(network(options.width), [shape], CLASSES, plan, options.steps)
@@ -77,6 +89,12 @@ def run(plan: hp.Plan, options: argparse.Namespace) -> tuple[bool, str]:
     fullest = max(pairs, key=lambda pair: pair[1] / pair[0].memory_bytes)
     used = f"{format_bytes(fullest[1])} of {format_bytes(fullest[0].memory_bytes)} on {fullest[0].name}"
     return True, f"{measured.step_s:.3g} s per step, {used}"
+
+
+def measure(cluster: hp.Cluster, options: argparse.Namespace) -> hp.Profile:
+    """The devices' profile, of a batch of 64."""
+    torch.set_num_threads(1)
+    return hp.profile(network(options.width), (torch.randn(64, 3, options.pixels, options.pixels),), cluster)
 
 
 def prove(
@@ -97,8 +115,8 @@ def prove(
         one_more = "refused"
     larger = int(plan.batch_size * options.above) + 1
     print(f"{name}: a run of {plan.batch_size} samples, then of {larger}", flush=True)
-    trains, at = run(plan, options)
-    still, above = run(grown(plan, larger), options)
+    trains, at = fresh(run, plan, options)
+    still, above = fresh(run, grown(plan, larger), options)
     return Claim(
         name,
         plan,
@@ -121,14 +139,11 @@ def main() -> None:
         "--above", type=float, default=1.5, help="the batch that must be refused memory, times"
     )
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
     for size in options.memory:
         parse_bytes(size)
 
     cluster = cluster_of(options.memory)
-    example = (torch.randn(64, 3, options.pixels, options.pixels),)
-    profile = hp.profile(network(options.width), example, cluster)
+    profile = fresh(measure, cluster, options)
     found = largest_batch(
         profile, cluster, micro_batch=options.micro_batch, optimizer_copies=OPTIMIZER_COPIES
     )
