@@ -77,7 +77,8 @@ def largest_batch(
     small enough to search.
 
     Args:
-        micro_batch: Samples per micro-batch; ``auto`` takes the smallest measured size, which needs least.
+        micro_batch: Samples per micro-batch; ``auto`` takes the measured size that allows the largest batch,
+            and of equals the largest size.
         schedule: ``gpipe``, ``1f1b`` or ``auto``, which is 1F1B: it needs no more than GPipe.
         profile, cluster, pinned_last, optimizer_copies: As for `make_plan`.
 
@@ -97,15 +98,22 @@ def largest_batch(
         return Setting(profile, cluster, batch_size, (leanest,), optimizer_copies)
 
     smallest = at(1).smallest
-    # Below the smallest measured size a batch is one micro-batch.
-    sizes = list(range(smallest, 0, -1)) if micro_batch == "auto" else [int(micro_batch)]
-    plan = next(filter(None, (_largest_of(at, size, pinned_last) for size in sizes)), None)
-    if plan is None:
-        raise infeasible(at(sizes[-1]), sizes[-1:], stages=None, device_order=None)
-    fastest = _searched(at(plan.batch_size), plan, schedule, pinned_last)
     measured = {size for device in cluster.devices for size in profile.device(device.name).micro_batches}
-    tried = sorted(size for size in measured | {smallest} if size >= smallest)
-    return Largest(fastest, _largest_even(at, tried if micro_batch == "auto" else sizes))
+    if micro_batch != "auto":
+        sizes = [int(micro_batch)]
+    else:
+        sizes = sorted(size for size in measured | {smallest} if size >= smallest)
+    plans = list(filter(None, (_largest_of(at, size, pinned_last) for size in sizes)))
+    if not plans and micro_batch == "auto":  # a batch below the smallest measured size is one micro-batch
+        plans = list(
+            filter(None, (_largest_of(at, size, pinned_last) for size in range(smallest - 1, 0, -1)))
+        )
+    if not plans:
+        fewest = 1 if micro_batch == "auto" else sizes[0]
+        raise infeasible(at(fewest), (fewest,), stages=None, device_order=None)
+    plan = max(plans, key=lambda plan: (plan.batch_size, plan.micro_batch))
+    fastest = _searched(at(plan.batch_size), plan, schedule, pinned_last)
+    return Largest(fastest, _largest_even(at, sizes))
 
 
 def _largest_of(at: Callable[[int], Setting], size: int, pinned_last: str | None) -> Plan | None:
