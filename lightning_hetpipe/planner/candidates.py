@@ -150,7 +150,7 @@ def with_schedule(setting: Setting, plan: Plan, schedule: str) -> Plan | None:
 
 def fitting(setting: Setting, plan: Plan, wanted: Sequence[int]) -> tuple[int, ...] | None:
     """In-flight counts cut down to what memory allows, still falling along the stages; None if none do."""
-    costs = setting.costs(plan.micro_batch)
+    costs = setting.costs(max(plan.slices(plan.batch_size)))
     counts: list[int] = []
     for index, (stage, k) in enumerate(zip(plan.stages, wanted)):
         for name, share in zip(stage.devices, stage.shares):

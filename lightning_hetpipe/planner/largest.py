@@ -35,7 +35,7 @@ from lightning_hetpipe.planner.plan_cost import PlanCost
 from lightning_hetpipe.planner.reason import infeasible
 from lightning_hetpipe.planner.search import make_plan
 from lightning_hetpipe.planner.split import even_stages
-from lightning_hetpipe.plans import Plan, Prediction, Stage
+from lightning_hetpipe.plans import Plan, Prediction, Stage, micro_batch_sizes
 from lightning_hetpipe.profiles import Profile
 
 _SEARCHED = 20_000  # actions of a step up to which the fastest plan is searched for
@@ -118,13 +118,14 @@ def largest_batch(
 
 def _largest_of(at: Callable[[int], Setting], size: int, pinned_last: str | None) -> Plan | None:
     """The largest batch in micro-batches of ``size``, or the whole batch of fewer samples."""
-    needs = cache(partial(_needs, at(size), size))
+    needs = cache(partial(_needs, at(size)))
 
     def fit(batch_size: int) -> Plan | None:
         setting = at(batch_size)
         (schedule,) = setting.schedules
-        k = 1 if schedule == "1f1b" else -(-batch_size // size)
-        stages = _fitting_stages(setting, size, partial(needs, k), pinned_last)
+        slices = micro_batch_sizes(batch_size, size)
+        k = 1 if schedule == "1f1b" else len(slices)
+        stages = _fitting_stages(setting, size, partial(needs, max(slices), k), pinned_last)
         return None if stages is None else with_schedule(setting, draft(setting, stages, size), schedule)
 
     return _greatest(fit, start=size)
