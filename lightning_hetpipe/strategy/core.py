@@ -47,6 +47,7 @@ from lightning_hetpipe.strategy.pipeline import Pipeline
 from lightning_hetpipe.strategy.pipelined import find_pipelined
 from lightning_hetpipe.strategy.precision import check_optimizers
 from lightning_hetpipe.strategy.prepare import Run, prepare
+from lightning_hetpipe.strategy.progress import has_bar
 from lightning_hetpipe.strategy.refusals import refuse_callbacks, refuse_module, refuse_optimizers
 from lightning_hetpipe.strategy.shadows import Shadows, adapt
 from lightning_hetpipe.strategy.sigterm import Sigterm
@@ -320,6 +321,7 @@ class PipelineStrategy(Together):
             exchange=self.exchange,
             group=self._group,
             is_overridden=self._is_overridden,
+            show_progress=has_bar(trainer),
         )
         self._pipeline = prepare(run, capture, self._plan)
         self._plan = self._pipeline.plan

@@ -26,6 +26,7 @@ from lightning_hetpipe.strategy.capture import Captured
 from lightning_hetpipe.strategy.discovery import find_cluster
 from lightning_hetpipe.strategy.exchange import Exchange
 from lightning_hetpipe.strategy.options import Options
+from lightning_hetpipe.strategy.progress import MeasuringBar
 from lightning_hetpipe.tracing import Traced
 
 log = logging.getLogger(__name__)
@@ -41,12 +42,15 @@ def choose_plan(
     captured: Captured,
     context: Context,
     last: Plan | None,
+    *,
+    show_progress: bool,
 ) -> Plan:
     """The plan of this run, equal on all ranks. Called on all ranks.
 
     Args:
         context: Entered around each forward, such as autocast.
         last: The plan of an earlier run of this strategy; used again for the same model and batch.
+        show_progress: Whether rank 0 draws a bar while devices and links are measured.
 
     Raises:
         PlanError: The user's plan belongs to another model.
@@ -60,7 +64,8 @@ def choose_plan(
         return last
     cluster = options.cluster or find_cluster(exchange, engine.device)
     measure = partial(_measure, engine, exchange, traced, captured, context, cluster)
-    profile = options.profile or _profile(engine, exchange, traced, cluster, measure)
+    with MeasuringBar(shown=show_progress and exchange.leads) as bar:
+        profile = options.profile or _profile(engine, exchange, traced, cluster, measure, bar)
     if profile.graph.fingerprint != fingerprint:
         raise PlanError(
             f"the profile is of another model (fingerprint {profile.graph.fingerprint}, this one has "
@@ -76,12 +81,19 @@ def choose_plan(
 
 
 def _profile(
-    engine: Engine, exchange: Exchange, traced: Traced, cluster: Cluster, measure: Callable[[], DeviceProfile]
+    engine: Engine,
+    exchange: Exchange,
+    traced: Traced,
+    cluster: Cluster,
+    measure: Callable[[MeasuringBar], DeviceProfile],
+    bar: MeasuringBar,
 ) -> Profile:
     """What every rank measured of its own device, now or in an earlier run, and the links between them."""
+    devices = tuple(exchange.agree(partial(measure, bar)))
+    bar.advance("measuring the links", 0, None)
     return Profile(
         traced.graph,
-        tuple(exchange.agree(measure)),
+        devices,
         links=engine.measure_links(cluster),
         environment={"torch": torch.__version__, "processor": processor_name()},
     )
@@ -94,9 +106,16 @@ def _measure(
     captured: Captured,
     context: Context,
     cluster: Cluster,
+    bar: MeasuringBar,
 ) -> DeviceProfile:
     """This rank's device; the whole module is on it meanwhile."""
     device = cluster.devices[exchange.rank]
+    what = f"measuring {len(traced.graph)} layers on {device.name}: micro-batch sizes"
+
+    def advance(done: int, total: int) -> None:
+        waits = done == total and exchange.world_size > 1
+        bar.advance("waiting for the other devices" if waits else what, done, total)
+
     if exchange.leads:
         log.info("measuring %d layers on %d devices", len(traced.graph), len(cluster.devices))
     args, kwargs = captured.arguments(engine.device)
@@ -110,6 +129,7 @@ def _measure(
             section=Emulator(device).section,
             context=context,
             settings=f"allocator tuned: {tune_allocator()}",
+            progress=advance,
         )
 
 

@@ -58,6 +58,7 @@ class Run:
         callbacks: The Trainer's; they may keep copies of the module.
         precision: The Trainer's precision plugin.
         group: All ranks, for what the weights need; None where there is one rank.
+        show_progress: Whether measuring draws a bar.
     """
 
     module: Any
@@ -68,6 +69,7 @@ class Run:
     exchange: Exchange
     group: Any
     is_overridden: Callable[[str, Any], bool]
+    show_progress: bool
 
 
 def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
@@ -85,7 +87,16 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     captured: Captured = run.exchange.lead(lambda: capture(stand_in))
     traced = _trace(run, pipelined, captured)
     context = run.precision.forward_context
-    plan = choose_plan(run.options, run.engine, run.exchange, traced, captured, context, plan)
+    plan = choose_plan(
+        run.options,
+        run.engine,
+        run.exchange,
+        traced,
+        captured,
+        context,
+        plan,
+        show_progress=run.show_progress,
+    )
     refuse_autocast_across_kinds(run.precision, plan.cluster)
     groups = _groups(run, name, traced, plan, captured)
     _say(run, pipelined, groups)
