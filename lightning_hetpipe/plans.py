@@ -13,9 +13,12 @@ from typing import Any, Literal, get_args
 
 import yaml
 
+from lightning_hetpipe.checks import is_number, is_whole, require
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import ClusterError, PlanError
 from lightning_hetpipe.graph import LayerGraph, Route
+from lightning_hetpipe.predictions import Alternative as Alternative
+from lightning_hetpipe.predictions import Prediction as Prediction
 from lightning_hetpipe.schedule import SCHEDULES, Schedule, make_schedule
 from lightning_hetpipe.text import align, format_seconds
 from lightning_hetpipe.units import format_bytes
@@ -46,6 +49,13 @@ class Stage:
     split: Split = "none"
 
     def __post_init__(self) -> None:
+        for key in ("start", "stop"):
+            value = getattr(self, key)
+            require(is_whole(value, 0), PlanError, key, value, "the index of a layer, from 0 on")
+        named = isinstance(self.devices, tuple) and all(isinstance(name, str) for name in self.devices)
+        require(named, PlanError, "devices", self.devices, "a tuple of device names")
+        counted = isinstance(self.shares, tuple) and all(map(is_number, self.shares))
+        require(counted, PlanError, "shares", self.shares, "a tuple of fractions")
         if self.stop <= self.start:
             raise PlanError(f"stage {self.start}..{self.stop} holds no layer")
         if not self.devices or len(self.devices) != len(self.shares):
@@ -56,43 +66,6 @@ class Stage:
             raise PlanError(f"split {self.split!r} is unknown; known are {', '.join(get_args(Split))}")
         if (self.split == "none") != (len(self.devices) == 1):
             raise PlanError(f"a stage on {len(self.devices)} devices cannot have split {self.split!r}")
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What the simulator says about a plan.
-
-    Attributes:
-        step_s: Seconds of one optimizer step.
-        images_per_s: Samples per second.
-        busy: Fraction of the step each stage computes.
-        memory_bytes: Predicted peak of each rank, 0 for idle ones.
-        forward_s, backward_s: Seconds of one micro-batch on each stage.
-        cut_bytes: What enters each stage per micro-batch, forward.
-        lower_bound_s: No order of the same actions can be faster.
-        images_per_s_bound: ``1 / Σ(1/T_d)``-style sum of what every device reaches alone.
-    """
-
-    step_s: float
-    images_per_s: float
-    busy: tuple[float, ...] = ()
-    memory_bytes: tuple[int, ...] = ()
-    forward_s: tuple[float, ...] = ()
-    backward_s: tuple[float, ...] = ()
-    cut_bytes: tuple[int, ...] = ()
-    lower_bound_s: float = 0.0
-    images_per_s_bound: float = 0.0
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """A row of the comparison: what else was considered, and what it would have given."""
-
-    name: str
-    images_per_s: float
-    step_s: float
-    memory_bytes: int = 0
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,14 +101,23 @@ class Plan:
     alternatives: tuple[Alternative, ...] = field(default=())
 
     def __post_init__(self) -> None:
+        require(isinstance(self.cluster, Cluster), PlanError, "cluster", self.cluster, "a Cluster")
+        _require_all("layer_names", self.layer_names, str)
+        _require_all("stages", self.stages, Stage)
+        _require_all("alternatives", self.alternatives, Alternative)
         _check_stages(self)
-        if self.batch_size < 1 or self.micro_batch < 1:
-            raise PlanError(
-                f"batch size {self.batch_size} and micro-batch {self.micro_batch} must be at least 1"
-            )
+        for key in ("batch_size", "micro_batch"):
+            value = getattr(self, key)
+            require(is_whole(value), PlanError, key, value, "samples, a whole number from 1 on")
+        predicted = self.prediction is None or isinstance(self.prediction, Prediction)
+        require(predicted, PlanError, "prediction", self.prediction, "a Prediction, or None")
+        for key in ("graph_fingerprint", "profile_hash", "reason"):
+            value = getattr(self, key)
+            require(isinstance(value, str), PlanError, key, value, "text")
         if self.schedule not in SCHEDULES:
             raise PlanError(f"schedule {self.schedule!r} is unknown; known are {', '.join(SCHEDULES)}")
-        if len(self.in_flight) != len(self.stages) or any(k < 1 for k in self.in_flight):
+        counted = isinstance(self.in_flight, tuple) and all(map(is_whole, self.in_flight))
+        if not counted or len(self.in_flight) != len(self.stages):
             raise PlanError(f"in_flight {self.in_flight} must give at least 1 for each stage")
 
     @property
@@ -268,7 +250,7 @@ class Plan:
         """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise PlanError(f"the plan is not JSON: {error}") from error
         return cls.from_mapping(data)
 
@@ -343,13 +325,18 @@ def read_plan_file(path: str | Path) -> Any:
         text = Path(path).read_text(encoding="utf-8")
         # YAML reads 1e-05 as text, so JSON is not simply left to the YAML parser.
         return json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise PlanError(f"plan {path} cannot be read: {error}") from error
 
 
 def content_hash(text: str) -> str:
     """A short hash of a text, for binding a plan to what it was made from."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _require_all(key: str, values: object, kind: type) -> None:
+    known = isinstance(values, tuple) and all(isinstance(value, kind) for value in values)
+    require(known, PlanError, key, values, f"a tuple of {kind.__name__} values")
 
 
 def _check_stages(plan: Plan) -> None:
@@ -397,7 +384,7 @@ def _read_plan(data: dict[str, Any]) -> Plan:
         raise PlanError(f"the plan's cluster is wrong: {error}") from error
     except PlanError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise PlanError(f"the plan is damaged: {error!r}") from error
 
 

@@ -10,16 +10,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetpipe.checks import is_number, is_whole, require
 from lightning_hetpipe.cluster import Cluster, Link
 from lightning_hetpipe.errors import ProfileError
-from lightning_hetpipe.graph import Layer, LayerGraph, Value
+from lightning_hetpipe.graph import READER, Layer, LayerGraph, Value
 
 FORMAT = 1
+Origin = Literal["measured", "analytic"]
 Array = npt.NDArray[np.float64]
 
 
@@ -45,13 +47,28 @@ class DeviceProfile:
     peak_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.micro_batches or list(self.micro_batches) != sorted(set(self.micro_batches)):
+        require(isinstance(self.device, str), ProfileError, "device", self.device, "the device's name")
+        where = f"profile of {self.device!r}"
+        if not isinstance(self.micro_batches, tuple) or not all(map(is_whole, self.micro_batches)):
             raise ProfileError(
-                f"profile of {self.device!r}: micro-batch sizes {self.micro_batches} must ascend"
+                f"{where}: micro-batch sizes {self.micro_batches!r} must be whole and positive"
             )
+        if not self.micro_batches or list(self.micro_batches) != sorted(set(self.micro_batches)):
+            raise ProfileError(f"{where}: micro-batch sizes {self.micro_batches} must ascend")
         for name, table in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):
+            if not isinstance(table, tuple) or not all(isinstance(row, tuple) for row in table):
+                raise ProfileError(f"{where}: {name} must be a tuple with a tuple of seconds for each layer")
             if any(len(row) != len(self.micro_batches) for row in table):
-                raise ProfileError(f"profile of {self.device!r}: {name} has a row of the wrong length")
+                raise ProfileError(f"{where}: {name} has a row of the wrong length")
+        rest = (self.spread, self.optimizer_s_per_byte)
+        for name, figures in (
+            ("forward_s", self.forward_s),
+            ("backward_s", self.backward_s),
+            ("spread or optimizer_s_per_byte", rest),
+            ("peak_bytes", self.peak_bytes),
+        ):
+            if not _are_figures(figures):
+                raise ProfileError(f"{where}: {name} has a value that is not a finite number >= 0")
 
     @cached_property
     def _tables(self) -> tuple[Array, Array]:
@@ -68,6 +85,15 @@ class DeviceProfile:
             _interpolate(self.micro_batches, forward, micro_batch),
             _interpolate(self.micro_batches, backward, micro_batch),
         )
+
+
+def _are_figures(values: object) -> bool:
+    """Whether all are finite numbers >= 0."""
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError):
+        return False
+    return array.dtype.kind in "fiu" and bool(np.isfinite(array).all() and (array >= 0).all())
 
 
 def _interpolate(sizes: tuple[int, ...], table: Array, micro_batch: int) -> Array:
@@ -98,12 +124,25 @@ class Profile:
     devices: tuple[DeviceProfile, ...]
     links: tuple[Link, ...] = ()
     dtype: str = "float32"
-    origin: Literal["measured", "analytic"] = "measured"
+    origin: Origin = "measured"
     environment: Mapping[str, str] = field(default_factory=dict)
     step_forward_s: float = 0.0
     step_backward_s: float = 0.0
 
     def __post_init__(self) -> None:
+        require(isinstance(self.graph, LayerGraph), ProfileError, "graph", self.graph, "a LayerGraph")
+        for key, kind in (("devices", DeviceProfile), ("links", Link)):
+            values = getattr(self, key)
+            known = isinstance(values, tuple) and all(isinstance(value, kind) for value in values)
+            require(known, ProfileError, key, values, f"a tuple of {kind.__name__} values")
+        known = self.origin in get_args(Origin)
+        require(known, ProfileError, "origin", self.origin, " or ".join(get_args(Origin)))
+        require(isinstance(self.dtype, str), ProfileError, "dtype", self.dtype, "a name such as float32")
+        known = isinstance(self.environment, Mapping)
+        require(known, ProfileError, "environment", self.environment, "a mapping")
+        for key in ("step_forward_s", "step_backward_s"):
+            value = getattr(self, key)
+            require(is_number(value), ProfileError, key, value, "seconds >= 0")
         for device in self.devices:
             for table in (device.forward_s, device.backward_s):
                 if len(table) != len(self.graph):
@@ -163,7 +202,7 @@ class Profile:
         """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ProfileError(f"the profile is not JSON: {error}") from error
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise ProfileError(f"the file is not a profile of format {FORMAT}: measure again")
@@ -177,7 +216,7 @@ class Profile:
             )
         except ProfileError:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ProfileError(f"the profile is damaged ({error!r}): measure again") from error
 
     def save(self, path: str | Path) -> None:
@@ -210,6 +249,13 @@ def read_graph(data: Mapping[str, Any]) -> LayerGraph:
     """Rebuilds a graph from what `dataclasses.asdict` made of it."""
     layers = tuple(Layer(**{k: _frozen(v) for k, v in entry.items()}) for entry in data["layers"])
     values = tuple(Value(**{k: _frozen(v) for k, v in entry.items()}) for entry in data["values"])
+    figures = [(each.parameter_bytes, each.flops_per_sample, each.saved_bytes_per_sample) for each in layers]
+    sizes = [(each.bytes_per_sample, each.fixed_bytes) for each in values]
+    ends = [end for each in values for end in (each.producer - READER, *each.consumers)]
+    if not (_are_figures(figures) and _are_figures(sizes) and _are_figures(ends)):
+        raise ProfileError("the profile's graph has a size that is not a finite number >= 0: measure again")
+    if any(end > len(layers) for end in ends):
+        raise ProfileError("the profile's graph has a value of a layer that it does not have: measure again")
     return LayerGraph(
         layers, values, _frozen(data["tied"]), data["fingerprint"], _frozen(data["input_names"])
     )

@@ -9,18 +9,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import methodcaller
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_hetpipe.checks import require
 from lightning_hetpipe.cluster import Cluster, Device
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.memory import tune_allocator
 from lightning_hetpipe.engine.places import torch_device
-from lightning_hetpipe.errors import ProfileError
-from lightning_hetpipe.profiles import DeviceProfile, Profile
+from lightning_hetpipe.errors import ClusterError, GraphError, ProfileError
+from lightning_hetpipe.profiles import DeviceProfile, Origin, Profile
 from lightning_hetpipe.profiling.analytic import analytic_profile
 from lightning_hetpipe.profiling.cache import processor_name
 from lightning_hetpipe.profiling.device import profile_device
@@ -34,7 +35,7 @@ def profile(
     example: Tensor | tuple[Any, ...],
     cluster: Cluster,
     *,
-    origin: Literal["measured", "analytic"] = "measured",
+    origin: Origin = "measured",
     blocks: str | None = None,
     progress: Progress | None = None,
 ) -> Profile:
@@ -56,6 +57,9 @@ def profile(
         GraphError: The module does not trace.
         ProfileError: A device has no published figures, or is not of this host.
     """
+    require(isinstance(module, nn.Module), GraphError, "module", module, "a torch.nn.Module")
+    require(isinstance(cluster, Cluster), ClusterError, "cluster", cluster, "a Cluster")
+    require(origin in get_args(Origin), ProfileError, "origin", origin, " or ".join(get_args(Origin)))
     args = example if isinstance(example, tuple) else (example,)
     traced = trace(module, args, {}, blocks)
     inputs = traced.bind(args, {})

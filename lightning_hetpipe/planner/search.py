@@ -8,6 +8,7 @@ import numpy as np
 
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.planner.arguments import check_arguments
 from lightning_hetpipe.planner.baselines import Alone, Baseline, data_parallel, even_split, fastest_single
 from lightning_hetpipe.planner.candidates import (
     Candidate,
@@ -72,6 +73,8 @@ def make_plan(
         PlanError: The options contradict each other or the model.
         ProfileError: A device was not profiled.
     """
+    names = {"cuts": cuts, "device_order": device_order}
+    check_arguments(profile, cluster, batch_size, micro_batch, stages, optimizer_copies, names)
     request = _check(
         _Request(
             Setting(profile, cluster, batch_size, schedules_of(schedule), optimizer_copies),
@@ -160,8 +163,6 @@ class _Found:
 def _check(request: _Request) -> _Request:
     setting, n_layers = request.setting, len(request.setting.profile.graph)
     names = {device.name for device in setting.cluster.devices}
-    if setting.batch_size < 1:
-        raise PlanError(f"a batch of {setting.batch_size} samples cannot be planned: give at least 1")
     if request.micro_batch != "auto" and not 1 <= request.micro_batch <= setting.batch_size:
         raise PlanError(
             f"micro_batch {request.micro_batch} must lie between 1 and the batch size {setting.batch_size}"

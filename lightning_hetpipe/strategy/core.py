@@ -41,6 +41,7 @@ from lightning_hetpipe.strategy.options import (
     read_micro_batch,
     read_plan,
     read_profile,
+    read_run_dir,
 )
 from lightning_hetpipe.strategy.partition import OwnerMap
 from lightning_hetpipe.strategy.pipeline import Pipeline
@@ -124,7 +125,7 @@ class PipelineStrategy(Together):
             start_method=start_method,
             checkpoint=checkpoint,
             timeout_s=timeout_s,
-            run_dir=None if run_dir is None else Path(run_dir),
+            run_dir=read_run_dir(run_dir),
             blocks=blocks,
         )
         super().__init__(

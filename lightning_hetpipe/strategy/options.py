@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lightning_hetpipe.checks import is_number, is_whole, require
 from lightning_hetpipe.cluster import Cluster
-from lightning_hetpipe.errors import ClusterError, PlanError
+from lightning_hetpipe.errors import ClusterError, GraphError, PlanError, ProfileError
 from lightning_hetpipe.plans import Plan, read_plan_file
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.schedule import SCHEDULES
@@ -76,12 +78,15 @@ class Options:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise PlanError(f"{name}={getattr(self, name)!r} is unknown; known are {', '.join(choices)}")
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise PlanError(f"micro_batch={self.micro_batch} was asked for: give at least 1, or 'auto'")
-        if not self.timeout_s > 0:
-            raise PlanError(f"timeout_s={self.timeout_s} was asked for: give seconds > 0")
+        require(isinstance(self.module, str), GraphError, "module", self.module, "a dotted name, or 'auto'")
+        named = self.blocks is None or isinstance(self.blocks, str)
+        require(named, GraphError, "blocks", self.blocks, "the dotted name of a sequence of blocks, or None")
+        bounded = is_number(self.timeout_s) and self.timeout_s > 0
+        require(bounded, PlanError, "timeout_s", self.timeout_s, "seconds > 0")
         if self.plan is not None and self.cluster is not None:
             _check_same_cluster(self.plan.cluster, self.cluster)
+        if self.plan is not None and self.profile is not None:
+            _check_same_profile(self.plan, self.profile)
         if self.split is not None and self.cluster is not None:
             for name in self.split.devices or ():
                 self.cluster.device(name)
@@ -117,6 +122,8 @@ def read_cluster(cluster: Cluster | Mapping[str, Any] | str | Path | None) -> Cl
         return cluster
     if isinstance(cluster, Mapping):
         return Cluster.from_mapping(cluster)
+    accepts = "a Cluster, a mapping, a YAML file or the name of a shipped cluster"
+    require(isinstance(cluster, (str, Path)), ClusterError, "cluster", cluster, accepts)
     path = Path(cluster)
     if not path.suffix and not path.exists():
         shipped = conf_dir() / "cluster" / f"{path}.yaml"
@@ -140,6 +147,8 @@ def read_plan(plan: Plan | Mapping[str, Any] | str | Path | None) -> Plan | Spli
         return plan
     if plan == "even":
         return SplitByHand()
+    accepts = "a Plan, a mapping, a plan file or 'even'"
+    require(isinstance(plan, (str, Path, Mapping)), PlanError, "plan", plan, accepts)
     if not isinstance(plan, Mapping):
         data = read_plan_file(plan)
         return _read_split(data) if _is_split(data) else Plan.load(plan)
@@ -167,7 +176,10 @@ def read_profile(profile: Profile | str | Path | None) -> Profile | None:
     Raises:
         ProfileError: It cannot be read.
     """
-    return profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
+    if profile is None or isinstance(profile, Profile):
+        return profile
+    require(isinstance(profile, (str, Path)), ProfileError, "profile", profile, "a Profile or a file")
+    return Profile.load(profile)
 
 
 def read_micro_batch(micro_batch: int | str) -> int | None:
@@ -178,10 +190,30 @@ def read_micro_batch(micro_batch: int | str) -> int | None:
     """
     if micro_batch == "auto":
         return None
-    try:
-        return int(micro_batch)
-    except ValueError:
-        raise PlanError(f"micro_batch={micro_batch!r} is neither a number of samples nor 'auto'") from None
+    if isinstance(micro_batch, str) and micro_batch.isdecimal():  # from a command line
+        micro_batch = int(micro_batch)
+    accepts = "samples, a whole number from 1 on, or 'auto'"
+    require(is_whole(micro_batch), PlanError, "micro_batch", micro_batch, accepts)
+    return int(micro_batch)
+
+
+def read_run_dir(run_dir: str | Path | None) -> Path | None:
+    """A folder, or None for none.
+
+    Raises:
+        PlanError: It is neither.
+    """
+    known = run_dir is None or isinstance(run_dir, (str, Path))
+    require(known, PlanError, "run_dir", run_dir, "the path of a folder, or None")
+    return None if run_dir is None else Path(run_dir)
+
+
+def _check_same_profile(plan: Plan, profile: Profile) -> None:
+    if plan.profile_hash not in ("", profile.content_hash):
+        raise PlanError(
+            f"the plan was made from another profile (hash {plan.profile_hash}, this one has "
+            f"{profile.content_hash}): make a new plan, or leave profile= or plan= out"
+        )
 
 
 def _check_same_cluster(planned: Cluster, given: Cluster) -> None:
@@ -199,3 +231,9 @@ def _check_same_cluster(planned: Cluster, given: Cluster) -> None:
             f"the plan was made for another cluster: cluster {given.name!r} also has {', '.join(missing)}. "
             "Make a new plan, or leave cluster= out."
         )
+    for pair in permutations(ours, 2):
+        if planned.link(*pair) != given.link(*pair):
+            raise PlanError(
+                f"the plan was made for another cluster: the link {' -> '.join(pair)} of cluster "
+                f"{given.name!r} has other figures. Make a new plan, or leave cluster= out."
+            )

@@ -41,7 +41,7 @@ class MeasuringBar:
         self._bar.stop()
 
     def advance(self, text: str, done: int, total: int | None) -> None:
-        """Shows what is measured now, and that so many parts of it are done; None: nobody knows of how many."""
+        """Shows what is measured now, and how many parts of it are done; None: of an unknown number."""
         self._bar.start()
         self._bar.update(self._task, description=text, completed=done, total=total)
         self._bar.refresh()

@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -130,7 +132,8 @@ def hand_plan(graph, cluster, cuts, devices, **options) -> Plan:
     rest = [device.name for device in cluster.devices if device.name not in order]
     options = {"batch_size": 8, "micro_batch": 2, "schedule": "1f1b", "in_flight": (2, 1)} | options
     names = tuple(layer.name for layer in graph.layers)
-    return Plan(cluster=cluster.subset((*order, *rest)), layer_names=names, stages=stages, **options)
+    permuted = dataclasses.replace(cluster, devices=tuple(map(cluster.device, (*order, *rest))))
+    return Plan(cluster=permuted, layer_names=names, stages=stages, **options)
 
 
 def test_a_hand_written_plan_is_simulated_with_its_memory() -> None:
