@@ -25,6 +25,7 @@ from lightning_hetpipe.plans import Alternative, Plan
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.report import comparison_table, measured_table, plan_table, profile_table, show
 from lightning_hetpipe.shipped import conf_dir
+from lightning_hetpipe.timeline import gantts
 
 Figures = dict[str, float]
 
@@ -62,9 +63,11 @@ def profile_command(config: DictConfig) -> Figures:
 
 def plan_command(config: DictConfig) -> Figures:
     """Cuts the model, and says why there."""
-    plan, _ = _plan(config)
-    _show(config, plan.to_json(), lambda: [plan_table(plan), comparison_table(plan.alternatives)])
+    plan, profile = _plan(config)
     assert plan.prediction is not None
+    bound = plan.prediction.images_per_s_bound
+    tables = lambda: [plan_table(plan), comparison_table(plan.alternatives, bound=bound)]  # noqa: E731
+    _show(config, plan.to_json(), lambda: [*tables(), *_origin(profile)])
     return {
         "micro_batch": plan.micro_batch,
         "stages": len(plan.stages),
@@ -76,9 +79,10 @@ def plan_command(config: DictConfig) -> Figures:
 def compare_command(config: DictConfig) -> Figures:
     """Puts the plan beside every alternative."""
     cluster = _cluster(config)
+    profile = _profile(config, cluster)
     rows: list[Alternative] = list(
         hp.compare(
-            _profile(config, cluster),
+            profile,
             cluster,
             config.batch_size,
             micro_batch=config.micro_batch,
@@ -88,7 +92,8 @@ def compare_command(config: DictConfig) -> Figures:
     )
     text = json.dumps([asdict(row) for row in rows], indent=1)
     title = f"{config.model.name} on {cluster.name}, batch {config.batch_size}"
-    _show(config, text, lambda: [comparison_table(rows, title)])
+    bound = rows[-1].images_per_s
+    _show(config, text, lambda: [comparison_table(rows, title, bound=bound), *_origin(profile)])
     return {row.name: row.images_per_s for row in rows}
 
 
@@ -97,7 +102,8 @@ def simulate_command(config: DictConfig) -> Figures:
     plan, profile = _plan(config)
     timeline = hp.simulate(plan, profile)
     text = json.dumps({"step_s": timeline.step_s, "busy": timeline.busy, **asdict(timeline)}, indent=1)
-    _show(config, text, lambda: [plan_table(plan), timeline.gantt(max(40, Console().width - 16))])
+    picture = timeline.gantt(max(40, Console().width - 16))
+    _show(config, text, lambda: [plan_table(plan), picture, *_origin(profile)])
     return {"step_s": timeline.step_s}
 
 
@@ -111,11 +117,11 @@ def train_command(config: DictConfig) -> Figures:
         _module(config), _shapes(config), int(config.model.classes), plan, int(config.steps)
     )
     figures = {"step_s_predicted": predicted.step_s, "step_s_measured": measured.step_s}
-    pictures = [timeline.gantt(max(40, Console().width - 16)) for timeline in (predicted, measured)]
+    picture = gantts([predicted, measured], max(40, Console().width - 16))
     _show(
         config,
         json.dumps(figures, indent=1),
-        lambda: [plan_table(plan), *pictures, measured_table(plan, predicted, measured)],
+        lambda: [plan_table(plan), picture, measured_table(plan, predicted, measured)],
     )
     return figures
 
@@ -173,6 +179,13 @@ def _plan(config: DictConfig) -> tuple[Plan, Profile]:
         optimizer_copies=config.optimizer_copies,
     )
     return plan, profile
+
+
+def _origin(profile: Profile) -> list[str]:
+    """A warning beside figures that nobody measured."""
+    if profile.origin == "measured":
+        return []
+    return [f"{profile.origin} profile: from published peaks of the devices; nothing was measured"]
 
 
 def _show(config: DictConfig, as_json: str, as_text: Callable[[], list[Any]]) -> None:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import lightning_hetpipe as hp
 from lightning_hetpipe.report import measured_table, save_gantt, show
-from lightning_hetpipe.timeline import chrome_trace
+from lightning_hetpipe.timeline import chrome_trace, gantts
 
 
 def train(config: DictConfig, module: L.LightningModule) -> dict[str, float]:
@@ -49,8 +49,8 @@ def train(config: DictConfig, module: L.LightningModule) -> dict[str, float]:
 def keep(trainer: L.Trainer, run_dir: Path) -> dict[str, float]:
     """Prints predicted beside measured, writes the run's files, and returns its main numbers."""
     plan, measured = trainer.strategy.plan, trainer.strategy.timeline
-    predicted = hp.simulate(plan, hp.Profile.load(run_dir / "profile.json"))
-    show(measured_table(plan, predicted, measured))
+    predicted = hp.simulate(plan, trainer.strategy.profile)
+    show(gantts([predicted, measured]), measured_table(plan, predicted, measured))
     figures = {
         "val_acc": float(trainer.callback_metrics["val_acc"]),
         "images_per_s": float(trainer.callback_metrics["hetpipe/images_per_s"]),

@@ -217,7 +217,7 @@ class Engine:
         return self._runtime
 
 
-def sample_weights(sizes: Sequence[int], scale: float = 1.0) -> tuple[float, ...]:
-    """What each micro-batch's mean loss counts for: ``scale * n_i / N``."""
+def sample_weights(sizes: Sequence[int]) -> tuple[float, ...]:
+    """What each micro-batch's mean loss counts for: ``n_i / N``."""
     total = sum(sizes)
-    return tuple(scale * size / total for size in sizes)
+    return tuple(size / total for size in sizes)

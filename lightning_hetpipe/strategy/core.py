@@ -142,6 +142,7 @@ class PipelineStrategy(Together):
         self._pipeline: Pipeline | None = None
         self._shadows = Shadows()
         self._plan: Plan | None = self.options.plan
+        self._profile: Profile | None = None
         self._timeline: Timeline | None = None
 
     # What the run was like
@@ -152,17 +153,22 @@ class PipelineStrategy(Together):
         return self._plan
 
     @property
+    def profile(self) -> Profile | None:
+        """What the plan was made from; None before that, and for a plan that came without one."""
+        return self._profile
+
+    @property
     def timeline(self) -> Timeline | None:
         """The last measured training step over all ranks; None before there is one."""
         return self._timeline
 
     def report(self) -> bytes:
-        """Plan and timeline, as a forked rank 0 hands them to the process that started it."""
-        return pickle.dumps((self._plan, self._timeline))
+        """Plan, profile and timeline, as a forked rank 0 hands them to the process that started it."""
+        return pickle.dumps((self._plan, self._profile, self._timeline))
 
     def take_report(self, report: bytes) -> None:
         """The inverse of `report`."""
-        self._plan, self._timeline = pickle.loads(report)
+        self._plan, self._profile, self._timeline = pickle.loads(report)
 
     # Processes
 
@@ -326,6 +332,7 @@ class PipelineStrategy(Together):
         )
         self._pipeline = prepare(run, capture, self._plan)
         self._plan = self._pipeline.plan
+        self._profile = self._pipeline.profile or self._profile
         self.model_to_device()
         return self._pipeline
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -170,10 +170,8 @@ def partition(
     module._apply = MethodType(_apply_to_held, module)  # type: ignore[method-assign]
 
 
-def gather(
-    module: nn.Module, owners: OwnerMap, rank: int, group: Group, to: Literal["all", "rank0"] = "all"
-) -> None:
-    """Brings every tensor back, on every rank or on rank 0, each from its canonical owner.
+def gather(module: nn.Module, owners: OwnerMap, rank: int, group: Group) -> None:
+    """Brings every tensor back on every rank, each from its canonical owner.
 
     What was a placeholder lies on the CPU afterwards; what was held stays where it is. Collective over
     ``group``: never call it while another rank may have failed.
@@ -185,8 +183,7 @@ def gather(
             (owner for owner in owners.of(slot.names[0]) if holds[owner]),
             _source(slot, holds, range(len(holds))),
         )
-        receivers = range(len(holds)) if to == "all" else (0,)
-        moves = [target for target in receivers if not holds[target]]
+        moves = [target for target, holds_it in enumerate(holds) if not holds_it]
         value = _move(slot.tensor, source, moves, rank, group)
         if rank in moves:
             slot.put(_renew(slot.tensor, value))

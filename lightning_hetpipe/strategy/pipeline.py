@@ -21,6 +21,7 @@ from lightning_hetpipe.engine.runtime import Context
 from lightning_hetpipe.engine.session import Engine, sample_weights
 from lightning_hetpipe.errors import RankFailedError, StepError
 from lightning_hetpipe.plans import Plan, micro_batch_sizes
+from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.strategy.batch import count_samples, cut, join
 from lightning_hetpipe.strategy.data import AbsentBatch
 from lightning_hetpipe.strategy.exchange import Exchange, describe, unwrap
@@ -58,6 +59,7 @@ class Pipeline:
         commit: Ends a batch for BatchNorm whose running statistics are updated once per batch.
         owners: Which rank holds what of the module.
         at_close: Undoes the set-up; told whether weights are to be whole again.
+        profile: What the plan was made from, if that was in this run.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class Pipeline:
         commit: Callable[[], None],
         owners: OwnerMap,
         at_close: Callable[[bool], None],
+        profile: Profile | None,
     ) -> None:
         self.module, self.plan, self.engine, self.owners = module, plan, engine, owners
+        self.profile = profile
         self._stand_in, self._traced, self._exchange = stand_in, traced, exchange
         self._loss_reduction, self._context = loss_reduction, context
         self._commit, self._at_close = commit, at_close

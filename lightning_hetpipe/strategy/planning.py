@@ -44,8 +44,8 @@ def choose_plan(
     last: Plan | None,
     *,
     show_progress: bool,
-) -> Plan:
-    """The plan of this run, equal on all ranks. Called on all ranks.
+) -> tuple[Plan, Profile | None]:
+    """The plan of this run and what it was made from, if known; equal on all ranks. Called on all ranks.
 
     Args:
         context: Entered around each forward, such as autocast.
@@ -58,10 +58,10 @@ def choose_plan(
     """
     if options.plan is not None:
         options.plan.check_graph(traced.graph)
-        return options.plan
+        return options.plan, options.profile
     fingerprint = traced.graph.fingerprint
     if last is not None and (last.graph_fingerprint, last.batch_size) == (fingerprint, captured.batch_size):
-        return last
+        return last, None
     cluster = options.cluster or find_cluster(exchange, engine.device)
     measure = partial(_measure, engine, exchange, traced, captured, context, cluster)
     with MeasuringBar(shown=show_progress and exchange.leads) as bar:
@@ -77,7 +77,7 @@ def choose_plan(
         options.run_dir.mkdir(parents=True, exist_ok=True)
         plan.save(options.run_dir / "plan.json")
         profile.save(options.run_dir / "profile.json")
-    return plan
+    return plan, profile
 
 
 def _profile(

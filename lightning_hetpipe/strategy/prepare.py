@@ -87,7 +87,7 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     captured: Captured = run.exchange.lead(lambda: capture(stand_in))
     traced = _trace(run, pipelined, captured)
     context = run.precision.forward_context
-    plan = choose_plan(
+    plan, profile = choose_plan(
         run.options,
         run.engine,
         run.exchange,
@@ -142,6 +142,7 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
         commit=own.commit if run.options.norm == "deferred" else lambda: None,
         owners=owners,
         at_close=at_close,
+        profile=profile,
     )
     stand_in.install()
     hooks.install(run.module, pipeline.lead_hook, run.is_overridden)

@@ -220,13 +220,6 @@ class Traced:
         """Names of the buffers that a run of layers uses, likewise."""
         return {name for use in self._uses[start:stop] for name in use.buffers}
 
-    @property
-    def unused(self) -> set[str]:
-        """Names of the parameters and buffers that no layer uses."""
-        n_layers = len(self.graph)
-        known = {relative(name) for name in (*self._state.parameters, *self._state.buffers)}
-        return known - self.parameters_of(0, n_layers) - self.buffers_of(0, n_layers)
-
     def _move_constants(self, device: torch.device) -> None:
         for node in self._nodes.nodes:
             target = str(node.target)

@@ -137,7 +137,7 @@ def edited(edit) -> str:
     schedule = three()
     rows = [list(row) for row in schedule.actions]
     edit(rows)
-    with pytest.raises(ScheduleError) as caught:
+    with pytest.raises(ScheduleError, match=schedule.name) as caught:
         validate(dataclasses.replace(schedule, actions=tuple(map(tuple, rows))), CHAIN3, in_flight=(3, 2, 1))
     return str(caught.value)
 

@@ -37,7 +37,8 @@ def test_a_residual_block_is_cut_inside() -> None:
     ]  # fmt: skip
     skip = graph.value("maxpool")
     assert (skip.producer, skip.consumers) == (3, (4, 9))
-    assert [value.name for value in graph.crossing(6)] == ["maxpool", "layer1.0.bn1"]
+    (route, *_) = graph.routes((0, 6))[-1:]
+    assert route.values == ("maxpool", "layer1.0.bn1")
 
 
 def test_shapes_follow_the_batch_and_the_sequence() -> None:
@@ -183,18 +184,6 @@ def test_parameters_and_buffers_belong_to_their_layers() -> None:
     assert traced.parameters_of(0, 2) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     assert traced.buffers_of(1, 2) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     assert traced.buffers_of(2, 4) == set()
-
-
-def test_unused_weights_are_known() -> None:
-    class Spare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.spare = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.used(x)
-
-    assert trace(Spare(), (torch.randn(2, 6),), {}).unused == {"spare.weight", "spare.bias"}
 
 
 class Branches(nn.Module):
