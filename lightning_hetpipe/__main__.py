@@ -66,8 +66,8 @@ def plan_command(config: DictConfig) -> Figures:
     plan, profile = _plan(config)
     assert plan.prediction is not None
     bound = plan.prediction.images_per_s_bound
-    tables = lambda: [plan_table(plan), comparison_table(plan.alternatives, bound=bound)]  # noqa: E731
-    _show(config, plan.to_json(), lambda: [*tables(), *_origin(profile)])
+    others = comparison_table(plan.alternatives, bound=bound)
+    _show(config, plan.to_json(), lambda: [plan_table(plan), others, *_origin(profile)])
     return {
         "micro_batch": plan.micro_batch,
         "stages": len(plan.stages),

@@ -25,9 +25,8 @@ def texts(found: EventAccumulator) -> list[str]:
 
 
 def fit(strategy: Any, loggers: list[Any]) -> Any:
-    run = trainer(
-        strategy, 2, logger=loggers, callbacks=[hp.PipelineStatsMonitor(tolerance=1e9)], log_every_n_steps=1
-    )
+    monitor = hp.PipelineStatsMonitor(tolerance=1e9)
+    run = trainer(strategy, 2, logger=loggers, callbacks=[monitor], log_every_n_steps=1)
     run.fit(Classifier(), loader())
     return run.strategy
 
