@@ -40,7 +40,7 @@ def train_on_random_samples(
     """
     inputs = [torch.randn(plan.batch_size, *shape) for shape in shapes]
     samples = TensorDataset(*inputs, torch.randint(n_classes, (plan.batch_size,)))
-    strategy = HetPipeStrategy(cluster=plan.cluster, plan=plan, start_method="fork")
+    strategy = HetPipeStrategy(cluster=plan.cluster, plan=plan, start_method=start_method())
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -53,3 +53,12 @@ def train_on_random_samples(
     trainer.fit(_Classifier(network), DataLoader(samples, plan.batch_size))
     assert strategy.timeline is not None
     return strategy.timeline
+
+
+def start_method() -> str:
+    """How the ranks of a trial are started: by fork, which is quick, unless this process may have used a GPU.
+
+    A forked process cannot use CUDA once its parent has, and where PyTorch sees a GPU it runs no backward
+    once its parent has; profiling does both.
+    """
+    return "spawn" if torch.cuda.is_available() else "fork"
