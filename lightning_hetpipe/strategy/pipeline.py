@@ -279,8 +279,13 @@ class Pipeline:
     def _end(self, outcome: Any, batch: Any) -> None:
         if self._exchange.world_size > 1:
             stop = bool(self.module.trainer.should_stop)
-            ended = (_to_cpu(outcome), stop, _size_of(batch))
-            self.engine.control.share(Message(Operation.END, object=ended))
+            try:
+                ended = (_to_cpu(outcome), stop, _size_of(batch))
+                self.engine.control.share(Message(Operation.END, object=ended))
+            except StepError as error:  # it does not pickle
+                ended = (("error", describe(error)), stop, _size_of(batch))
+                self.engine.control.share(Message(Operation.END, object=ended))
+                raise
 
     def gather_timeline(self) -> Timeline | None:
         """The last training step on all ranks, on every rank."""
