@@ -114,7 +114,12 @@ def train_command(config: DictConfig) -> Figures:
     plan, profile = _plan(config)
     predicted = hp.simulate(plan, profile)
     measured = train_on_random_samples(
-        _module(config), _shapes(config), int(config.model.classes), plan, int(config.steps)
+        _module(config),
+        _shapes(config),
+        int(config.model.classes),
+        plan,
+        int(config.steps),
+        progress_bar=config.format != "json",
     )
     figures = {"step_s_predicted": predicted.step_s, "step_s_measured": measured.step_s}
     picture = gantts([predicted, measured], max(40, Console().width - 16))

@@ -27,13 +27,20 @@ class _Classifier(L.LightningModule):
 
 
 def train_on_random_samples(
-    network: nn.Module, shapes: Sequence[tuple[int, ...]], n_classes: int, plan: Plan, n_steps: int
+    network: nn.Module,
+    shapes: Sequence[tuple[int, ...]],
+    n_classes: int,
+    plan: Plan,
+    n_steps: int,
+    *,
+    progress_bar: bool = True,
 ) -> Timeline:
     """Runs ``n_steps`` optimizer steps of a classification under a plan, one process per device.
 
     Args:
         network: Takes one argument per shape, returns logits of shape ``[batch, n_classes]``.
         shapes: One sample of each argument, without the batch dimension.
+        progress_bar: Whether Lightning shows one, on the standard output.
 
     Returns:
         The measured step.
@@ -48,6 +55,7 @@ def train_on_random_samples(
         max_epochs=n_steps,
         enable_checkpointing=False,
         enable_model_summary=False,
+        enable_progress_bar=progress_bar,
         logger=False,
     )
     trainer.fit(_Classifier(network), DataLoader(samples, plan.batch_size))
