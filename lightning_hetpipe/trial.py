@@ -65,10 +65,10 @@ def train_on_random_samples(
     Args:
         network: Takes one argument per shape, returns logits of shape ``[batch, n_classes]``.
         shapes: One sample of each argument, without the batch dimension.
-        n_steps: Two at least, a step lasts until the next one starts; more than five, the first three warm up.
+        n_steps: Two at least: a step lasts until the next one starts. Of five or more, three warm up.
     """
     if n_steps < 2:
-        raise ValueError(f"steps={n_steps}: give at least 2, a step is timed from its start to the next one's")
+        raise ValueError(f"steps={n_steps}: give at least 2, a step lasts until the next one starts")
     inputs = [torch.randn(plan.batch_size, *shape) for shape in shapes]
     labels = torch.randint(n_classes, (plan.batch_size,))
     strategy = HetPipeStrategy(cluster=plan.cluster, plan=plan, start_method="fork")

@@ -1,4 +1,4 @@
-"""What the recipes that measure plans share: models, clusters and profiles by name, and a real run of a plan."""
+"""What the recipes that measure plans share: models and clusters by name, and a real run of a plan."""
 
 from dataclasses import dataclass
 from functools import cached_property

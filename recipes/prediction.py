@@ -1,7 +1,7 @@
 """python recipes/prediction.py
 
-How near predictions come: plans of four models on the emulated clusters, under both schedules and three micro-batch sizes,
-run for real. Prints one row per plan, then the median and the worst difference of the step.
+How near predictions come: plans of four models on the emulated clusters, under both schedules and three
+micro-batch sizes, run for real. Prints one row per plan, then the median and the worst difference.
 
     python recipes/prediction.py --models resnet18 --clusters lab4 twins --micro-batches 4 8
 """
@@ -21,7 +21,7 @@ MODELS = ("resnet18", "resnet50", "vgg11", "vit_tiny")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--clusters", nargs="+", default=EMULATED)
     parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b"])
@@ -52,10 +52,8 @@ def main() -> None:
                 continue
             predicted_s, measured_s = plan.prediction.step_s, bench.run(plan, options.steps).step_s
             differences.append(predicted_s / measured_s - 1)
-            print(
-                f"{row} {len(plan.stages):7d} {predicted_s:8.3f} s {measured_s:8.3f} s {differences[-1]:+11.1%}",
-                flush=True,
-            )
+            figures = f"{predicted_s:8.3f} s {measured_s:8.3f} s {differences[-1]:+11.1%}"
+            print(f"{row} {len(plan.stages):7d} {figures}", flush=True)
     sizes = sorted(map(abs, differences))
     print(
         f"{len(sizes)} plans: median difference {statistics.median(sizes):.1%}, worst {sizes[-1]:.1%}, "
