@@ -113,7 +113,8 @@ def train_command(config: DictConfig) -> Figures:
 
     plan, profile = _plan(config)
     predicted = hp.simulate(plan, profile)
-    measured = train_on_random_samples(
+    assert plan.prediction is not None
+    trial = train_on_random_samples(
         _module(config),
         _shapes(config),
         int(config.model.classes),
@@ -121,7 +122,8 @@ def train_command(config: DictConfig) -> Figures:
         int(config.steps),
         progress_bar=config.format != "json",
     )
-    figures = {"step_s_predicted": predicted.step_s, "step_s_measured": measured.step_s}
+    measured = trial.timeline
+    figures = {"step_s_predicted": plan.prediction.step_s, "step_s_measured": trial.step_s}
     picture = gantts([predicted, measured], max(40, Console().width - 16))
     _show(
         config,

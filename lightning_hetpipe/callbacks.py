@@ -33,12 +33,19 @@ class PipelineStatsMonitor(Callback):
 
     Args:
         tolerance: Warns once when measured and predicted step time differ by more than this fraction.
+        warm_up_steps: The first steps of a fit, which do not count once there are others: memory is fresh
+            and code is loaded then.
     """
 
-    def __init__(self, tolerance: float = 0.25) -> None:
-        self.tolerance = tolerance
+    def __init__(self, tolerance: float = 0.25, *, warm_up_steps: int = 3) -> None:
+        self.tolerance, self.warm_up_steps = tolerance, warm_up_steps
         self._warned = False
         self._begins_s: list[float] = []
+        self._warm_up_left = 0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._warm_up_left = self.warm_up_steps
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -51,6 +58,7 @@ class PipelineStatsMonitor(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._warm_up_left = max(0, self._warm_up_left - len(self._begins_s))
         self._begins_s = []
 
     @override
@@ -79,7 +87,10 @@ class PipelineStatsMonitor(Callback):
 
     def _step_s(self) -> float:
         # From start to start: rank 0 ends its own part of a step before the others end theirs.
-        return statistics.median(end_s - start_s for start_s, end_s in pairwise(self._begins_s))
+        counted_s = self._begins_s[self._warm_up_left :]
+        if len(counted_s) < 2:
+            counted_s = self._begins_s
+        return statistics.median(end_s - start_s for start_s, end_s in pairwise(counted_s))
 
     def _warn_about(self, step_s: float, predicted_s: float) -> None:
         difference = step_s / predicted_s - 1

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -133,7 +134,7 @@ class Plan:
         """
         return len(self.stages[-1].devices) > 1
 
-    @property
+    @cached_property
     def executed_ranks(self) -> tuple[tuple[int, ...], ...]:
         """`ranks_of_stage` with the loss stage, as schedules have it."""
         return (*self.ranks_of_stage, (0,)) if self.loss_apart else self.ranks_of_stage
@@ -143,7 +144,7 @@ class Plan:
         """``in_flight`` with the loss stage, which goes in step with the one before it."""
         return (*self.in_flight, self.in_flight[-1]) if self.loss_apart else self.in_flight
 
-    @property
+    @cached_property
     def ranks_of_stage(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that hold each stage."""
         rank_of = {device.name: rank for rank, device in enumerate(self.cluster.devices)}

@@ -177,6 +177,11 @@ class Profile:
         return self._links.get((source, target)) or cluster.link(source, target)
 
     @cached_property
+    def derived(self) -> dict[Any, Any]:
+        """What others computed from this profile, by keys of their own: tables that many plans share."""
+        return {}
+
+    @cached_property
     def content_hash(self) -> str:
         """A short hash of everything in it; a plan carries it to name what it was made from."""
         digest = hashlib.sha256()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import InfeasibleError
 from lightning_hetpipe.planner.chain import Placement
-from lightning_hetpipe.planner.cost import LayerCosts, one_f_one_b_step_s, safe_k
+from lightning_hetpipe.planner.cost import LayerCosts, layer_costs, one_f_one_b_step_s, safe_k
 from lightning_hetpipe.planner.microbatch import offered
 from lightning_hetpipe.planner.plan_cost import PlanCost, schedule_of
 from lightning_hetpipe.planner.pools import Pools
@@ -53,7 +53,7 @@ class Setting:
         return offered(self.batch_size, self.smallest)
 
     def costs(self, micro_batch: int) -> LayerCosts:
-        return LayerCosts(self.profile, micro_batch, self.optimizer_copies)
+        return layer_costs(self.profile, micro_batch, self.optimizer_copies)
 
 
 def schedules_of(schedule: str) -> tuple[str, ...]:

@@ -159,6 +159,15 @@ class LayerCosts:
         )
 
 
+def layer_costs(profile: Profile, micro_batch: int, optimizer_copies: float = ADAM) -> LayerCosts:
+    """The `LayerCosts` of a profile, made once for each size."""
+    key = "layer_costs", micro_batch, optimizer_copies
+    found: LayerCosts | None = profile.derived.get(key)
+    if found is None:
+        found = profile.derived[key] = LayerCosts(profile, micro_batch, optimizer_copies)
+    return found
+
+
 def _last_use(value: Value, n_layers: int) -> int:
     return n_layers - 1 if value.output else max(value.consumers, default=READER)
 

@@ -23,7 +23,8 @@ from lightning_hetpipe.planner.relax import price
 _BATCH = 32  # caps that are relaxed together
 _PIECES = 6  # children of an interval
 _SEEDS = 8  # caps of the hasty searches
-_HASTY = 64  # labels per layer of a hasty search
+_NARROWED = 4  # times that the range of caps is narrowed by hasty searches, while they improve
+_HASTY = 32  # labels per layer of a hasty search
 _ROUNDING = 1e-9
 
 
@@ -115,7 +116,12 @@ def place(
         return Placements((), np.inf)
     bound = np.inf
     if chain.n_micro_batches > 1:
-        caps = caps[: max(1, np.searchsorted(caps, search.upper_s / (chain.n_micro_batches - 1), "right"))]
+        for _ in range(_NARROWED):
+            before_s, caps = search.upper_s, _useful(search, caps)
+            _seed_between(search, caps)
+            if search.upper_s > 0.98 * before_s:
+                break
+        caps = _useful(search, caps)
     no_prices = np.zeros(len(chain.available))
     level = [(low, high, no_prices) for low, high in _split(caps, 0, len(caps) - 1, _BATCH)]
     while level:
@@ -145,7 +151,7 @@ def place(
 
 
 def _seed(search: _Search, caps: Array) -> bool:
-    """Costs to beat: one device alone, the cheapest placement under no cap, hasty searches under some.
+    """Costs to beat: one device alone, or the cheapest placement under no cap.
 
     False where nothing fits: what fits under a cap fits under a longer one.
     """
@@ -154,21 +160,32 @@ def _seed(search: _Search, caps: Array) -> bool:
         possible = chain.n_stages in (None, 1) and (chain.uses[choice] <= chain.available).all()
         if possible and _fits(chain, (0,), (int(choice),), np.inf):
             search.add((0,), (int(choice),), np.inf)
-    some = np.unique(
-        np.searchsorted(caps, np.geomspace(max(caps[0], 1e-12), caps[-1], _SEEDS)).clip(0, len(caps) - 1)
-    )
-    chosen, no_prices = caps[some], np.zeros((len(some), len(chain.available)))
+    if np.isfinite(search.upper_s):
+        return True
+    no_prices = np.zeros((1, len(chain.available)))
+    prices, relaxed = price(chain, caps[-1:], no_prices, np.array([np.inf]), search.budget.rounds // 2)
+    cheapest = _grow(search, caps[-1], caps[0], relaxed.before_s[0], prices[0], search.budget.labels)
+    return bool(np.isfinite(cheapest))
+
+
+def _seed_between(search: _Search, caps: Array) -> None:
+    """Hasty searches under a few of the caps, evenly apart in their logarithm."""
+    chain = search.chain
+    marks = np.geomspace(max(caps[0], 1e-12), caps[-1], _SEEDS)
+    chosen = caps[np.unique(np.searchsorted(caps, marks).clip(0, len(caps) - 1))]
+    no_prices = np.zeros((len(chosen), len(chain.available)))
     targets = search.upper_s - (chain.n_micro_batches - 1) * chosen
     prices, relaxed = price(chain, chosen, no_prices, targets, search.budget.rounds // 2)
-    if not np.isfinite(search.upper_s):
-        before, most = relaxed.before_s[-1], search.budget.labels
-        if not np.isfinite(_grow(search, caps[-1], caps[0], before, prices[-1], most)):
-            return False
     for row, cap in enumerate(chosen):
         lower = relaxed.bound_s[row] + (chain.n_micro_batches - 1) * cap
         if lower < search.upper_s:
             _grow(search, cap, cap, relaxed.before_s[row], prices[row], _HASTY)
-    return True
+
+
+def _useful(search: _Search, caps: Array) -> Array:
+    """The caps that alone do not cost more than the best placement yet."""
+    longest_s = search.upper_s / (search.chain.n_micro_batches - 1)
+    return caps[: max(1, np.searchsorted(caps, longest_s, "right"))]
 
 
 def _caps(chain: Chain) -> Array:

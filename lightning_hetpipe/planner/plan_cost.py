@@ -5,7 +5,7 @@ from functools import cached_property
 
 from lightning_hetpipe.cluster import Link
 from lightning_hetpipe.graph import READER, LayerGraph
-from lightning_hetpipe.planner.cost import ADAM, LayerCosts, lower_bound_s
+from lightning_hetpipe.planner.cost import ADAM, layer_costs, lower_bound_s
 from lightning_hetpipe.plans import Plan, Stage
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.schedule import Action, Kind, Schedule
@@ -60,7 +60,7 @@ class PlanCost:
         self.plan, self.profile = plan, profile
         self.graph = profile.graph
         self.slices = plan.slices(plan.batch_size)
-        self._layers = {size: LayerCosts(profile, size, optimizer_copies) for size in set(self.slices)}
+        self._layers = {size: layer_costs(profile, size, optimizer_copies) for size in set(self.slices)}
         self._routes = {(route.source, route.target): route for route in plan.routes(self.graph)}
         self._names = [device.name for device in plan.cluster.devices]
         self._links: dict[tuple[int, int], Link] = {}

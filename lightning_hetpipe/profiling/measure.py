@@ -7,12 +7,13 @@ costs less than its layers apart.
     runs     |   A   |   B   |        seconds of A replace a+b+c+d, in proportion
 
 Both are counted in the processor's own time, which other processes do not disturb. At the smallest size
-the runs also pass through the caller's section (which stretches them, when a device is emulated), and
-wall-clock seconds per processor second there, the *pace*, turns all figures into wall-clock seconds. So a
-slow device, or one that gets a part of a core only, is found out without running everything slowly.
+the runs also pass through the caller's section (which stretches them, when a device is emulated), with
+a pause before each as in a pipeline: what they take longer than without, with cold caches, is added to their
+layers at every size. Wall-clock seconds per processor second there, the *pace*, turn all figures into
+wall-clock seconds: so a slow device, or one that gets a part of a core only, is found out without running
+everything slowly.
 """
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from lightning_hetpipe.tracing import StageModule, Traced
 
 _REPEATS = (2, 5)
 _PACE_S = 1.5  # wall-clock seconds that a pace is taken over, at least
+_PAUSE_S = 0.02  # about what a stage of a pipeline waits for its next micro-batch
 _N_RUNS = 8
 
 T = TypeVar("T")
@@ -89,20 +91,21 @@ def measure_device(
             runs = [traced.stage(start, stop, place) for start, stop in zip(starts, [*starts[1:], n_layers])]
             together, _ = _repeat(runs, batch, context, now_s + 2 * half_s)
             if size == sizes[0]:
-                smallest = (runs, batch)
+                smallest, warm, first_starts = (runs, batch), together, starts
             columns[size] = (
                 _scaled(apart[0], together[0], starts),
                 _scaled(apart[1], together[1], starts),
             )
             spreads.append(spread)
-        pace = _pace(*smallest, section, context)
+        pace, cold = _pace(*smallest, section, context)
     report(len(sizes), len(sizes))
     measured = sorted(columns)
+    extra = [_cold_extra(columns[sizes[0]][way], warm[way], cold[way], first_starts) for way in (0, 1)]
     return DeviceProfile(
         device=device,
         micro_batches=tuple(measured),
-        forward_s=_table([columns[size][0] for size in measured], pace),
-        backward_s=_table([columns[size][1] for size in measured], pace),
+        forward_s=_table([columns[size][0] for size in measured], extra[0], pace),
+        backward_s=_table([columns[size][1] for size in measured], extra[1], pace),
         spread=statistics.median(spreads),
     )
 
@@ -130,16 +133,21 @@ def _in_order(sizes: Sequence[int], left_s: Callable[[], float]) -> Iterator[int
 
 def _pace(
     stages: Sequence[StageModule], inputs: Mapping[str, Tensor], section: Section, context: Section
-) -> float:
-    """Wall-clock seconds per second of the processor, through the section."""
-    walls_s = clocks_s = 0.0
-    for repeat in itertools.count(1):
-        clock, wall = _sweep(stages, inputs, context, section)
-        clocks_s += sum(map(sum, clock))
+) -> tuple[float, Times]:
+    """Wall-clock seconds per second of the processor through the section, and the latter with cold caches."""
+    sweeps: list[Times] = []
+    walls_s = 0.0
+    while len(sweeps) < _REPEATS[0] or walls_s < _PACE_S:
+        clock, wall = _sweep(stages, inputs, context, section, _PAUSE_S)
+        sweeps.append(clock)
         walls_s += sum(map(sum, wall))
-        if repeat >= _REPEATS[0] and walls_s >= _PACE_S:
-            break
-    return walls_s / clocks_s
+    return walls_s / sum(sum(map(sum, sweep)) for sweep in sweeps), _medians(sweeps)
+
+
+def _medians(sweeps: Sequence[Times]) -> Times:
+    forward = [statistics.median(times) for times in zip(*(sweep[0] for sweep in sweeps))]
+    backward = [statistics.median(times) for times in zip(*(sweep[1] for sweep in sweeps))]
+    return forward, backward
 
 
 def _repeat(
@@ -151,11 +159,9 @@ def _repeat(
     sweeps: list[Times] = []
     while len(sweeps) < fewest or (len(sweeps) < most and time.perf_counter() < deadline_s):
         sweeps.append(_sweep(stages, inputs, context)[0])
-    forward = [statistics.median(times) for times in zip(*(sweep[0] for sweep in sweeps))]
-    backward = [statistics.median(times) for times in zip(*(sweep[1] for sweep in sweeps))]
     totals = sorted(sum(sweep[0]) + sum(sweep[1]) for sweep in sweeps)
     spread = (totals[-1] - totals[0]) / 2 / statistics.median(totals)
-    return (forward, backward), spread
+    return _medians(sweeps), spread
 
 
 def _sweep(
@@ -163,8 +169,9 @@ def _sweep(
     inputs: Mapping[str, Tensor],
     context: Section,
     section: Section = nullcontext,
+    pause_s: float = 0.0,
 ) -> tuple[Times, Times]:
-    """One forward and one backward through all stages, apart from each other.
+    """One forward and one backward through all stages, apart from each other, each after a pause.
 
     Returns:
         Forward and backward seconds of each stage, in the processor's time and in wall-clock time.
@@ -179,6 +186,7 @@ def _sweep(
             name: made[name].detach().requires_grad_(made[name].requires_grad) for name in stage.input_names
         }
         with context():
+            time.sleep(pause_s)
             seconds, outputs = _timed(partial(stage, values), section, place)
         forward_s.append(seconds)
         entered.append(values)
@@ -199,6 +207,7 @@ def _sweep(
         seconds = (0.0, 0.0)
         if pairs:
             tensors, incoming = zip(*pairs)
+            time.sleep(pause_s)
             seconds, _ = _timed(partial(torch.autograd.backward, tensors, incoming), section, place)
         backward_s.append(seconds)
         for name, tensor in values.items():
@@ -228,8 +237,21 @@ def _clock(place: torch.device) -> Callable[[], float]:
     return time.thread_time if torch.get_num_threads() == 1 else time.process_time
 
 
-def _table(columns: Sequence[Sequence[float]], pace: float) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(pace * seconds for seconds in row) for row in zip(*columns))
+def _cold_extra(
+    layers: Sequence[float], warm: Sequence[float], cold: Sequence[float], starts: Sequence[int]
+) -> list[float]:
+    """What each layer takes longer after a pause: what its run does, in proportion."""
+    extra: list[float] = []
+    for warm_s, cold_s, start, stop in zip(warm, cold, starts, [*starts[1:], len(layers)]):
+        factor = max(0.0, cold_s / warm_s - 1) if warm_s > 0 else 0.0
+        extra.extend(factor * seconds for seconds in layers[start:stop])
+    return extra
+
+
+def _table(
+    columns: Sequence[Sequence[float]], extra: Sequence[float], pace: float
+) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(pace * (seconds + more) for seconds in row) for *row, more in zip(*columns, extra))
 
 
 def settle(device: torch.device) -> None:
