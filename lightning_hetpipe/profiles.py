@@ -18,6 +18,7 @@ import numpy.typing as npt
 from lightning_hetpipe.cluster import Cluster, Link
 from lightning_hetpipe.errors import ProfileError
 from lightning_hetpipe.graph import Layer, LayerGraph, Value
+from lightning_hetpipe.sharing import Sharing, read_sharing
 
 FORMAT = 1
 Array = npt.NDArray[np.float64]
@@ -34,6 +35,9 @@ class DeviceProfile:
         spread: Relative half-width of the repeats (0.05 = 5 %), the median over layers.
         optimizer_s_per_byte: Seconds of the optimizer step per parameter byte.
         peak_bytes: Bytes a layer needs beyond parameters and saved activations, per layer.
+        fractions: Measured fractions of the channels, descending, below 1.
+        forward_factors, backward_factors: One row per layer, one column per fraction: seconds of what can be
+            shared of the layer at that fraction, over its seconds on all channels.
     """
 
     device: str
@@ -43,6 +47,9 @@ class DeviceProfile:
     spread: float = 0.0
     optimizer_s_per_byte: float = 0.0
     peak_bytes: tuple[float, ...] = ()
+    fractions: tuple[float, ...] = ()
+    forward_factors: tuple[tuple[float, ...], ...] = ()
+    backward_factors: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.micro_batches or list(self.micro_batches) != sorted(set(self.micro_batches)):
@@ -52,6 +59,9 @@ class DeviceProfile:
         for name, table in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):
             if any(len(row) != len(self.micro_batches) for row in table):
                 raise ProfileError(f"profile of {self.device!r}: {name} has a row of the wrong length")
+        for factors in (self.forward_factors, self.backward_factors):
+            if factors and len(factors) != len(self.forward_s):
+                raise ProfileError(f"profile of {self.device!r}: share factors of {len(factors)} layers")
 
     @cached_property
     def _tables(self) -> tuple[Array, Array]:
@@ -68,6 +78,28 @@ class DeviceProfile:
             _interpolate(self.micro_batches, forward, micro_batch),
             _interpolate(self.micro_batches, backward, micro_batch),
         )
+
+    def share_factors(self, fraction: float) -> tuple[Array, Array]:
+        """What a fraction of the channels takes of each layer's forward and backward, ``[layers]`` each.
+
+        Piecewise linear between the measured fractions and 1, and proportional below them; proportional
+        throughout where none was measured.
+        """
+        if not self.fractions:
+            even = np.full(len(self.forward_s), fraction)
+            return even, even
+        tables = (self.forward_factors, self.backward_factors)
+        forward, backward = (self._factors(np.asarray(table, dtype=float), fraction) for table in tables)
+        return forward, backward
+
+    def _factors(self, table: Array, fraction: float) -> Array:
+        known = np.array([*reversed(self.fractions), 1.0])
+        columns = np.column_stack([table[:, ::-1], np.ones(len(table))])
+        if fraction <= known[0]:
+            return np.asarray(columns[:, 0] * (fraction / known[0]))
+        right = min(int(np.searchsorted(known, fraction)), len(known) - 1)
+        along = (fraction - known[right - 1]) / (known[right] - known[right - 1])
+        return np.asarray(columns[:, right - 1] * (1 - along) + columns[:, right] * along)
 
 
 def _interpolate(sizes: tuple[int, ...], table: Array, micro_batch: int) -> Array:
@@ -92,6 +124,7 @@ class Profile:
         environment: What the numbers depend on (torch version, processor, ...), for people and cache keys.
         step_forward_s, step_backward_s: Seconds of the user's step around the module, per micro-batch
             on rank 0 (loss and pre-processing).
+        sharing: What a group can share of the model; None where groups are not to be planned.
     """
 
     graph: LayerGraph
@@ -102,6 +135,7 @@ class Profile:
     environment: Mapping[str, str] = field(default_factory=dict)
     step_forward_s: float = 0.0
     step_backward_s: float = 0.0
+    sharing: Sharing | None = None
 
     def __post_init__(self) -> None:
         for device in self.devices:
@@ -138,12 +172,18 @@ class Profile:
         return self._links.get((source, target)) or cluster.link(source, target)
 
     @cached_property
+    def derived(self) -> dict[object, Any]:
+        """Room for what is computed from this profile and needed again."""
+        return {}
+
+    @cached_property
     def content_hash(self) -> str:
         """A short hash of everything in it; a plan carries it to name what it was made from."""
         digest = hashlib.sha256()
         for device in self.devices:
             digest.update(repr((device.device, device.micro_batches, device.peak_bytes)).encode())
             digest.update(repr((device.spread, device.optimizer_s_per_byte)).encode())
+            digest.update(repr((device.fractions, device.forward_factors, device.backward_factors)).encode())
             for table in (device.forward_s, device.backward_s):
                 digest.update(np.asarray(table, dtype=float).tobytes())
         rest = replace(self, devices=(), environment=dict(self.environment))
@@ -173,6 +213,7 @@ class Profile:
                 graph=read_graph(graph),
                 devices=tuple(map(read_device, data.pop("devices"))),
                 links=tuple(Link(**entry) for entry in data.pop("links")),
+                sharing=read_sharing(_frozen(data.pop("sharing", None))),
                 **data,
             )
         except ProfileError:
@@ -217,4 +258,6 @@ def read_graph(data: Mapping[str, Any]) -> LayerGraph:
 
 def _frozen(value: Any) -> Any:
     """JSON lists as the tuples they were."""
+    if isinstance(value, dict):
+        return {key: _frozen(entry) for key, entry in value.items()}
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

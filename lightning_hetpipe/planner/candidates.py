@@ -8,7 +8,7 @@ from lightning_hetpipe.errors import InfeasibleError
 from lightning_hetpipe.planner.chain import Placement
 from lightning_hetpipe.planner.cost import LayerCosts, one_f_one_b_step_s, safe_k
 from lightning_hetpipe.planner.microbatch import offered
-from lightning_hetpipe.planner.plan_cost import PlanCost, schedule_of
+from lightning_hetpipe.planner.plan_cost import PlanCost, member_parts, schedule_of
 from lightning_hetpipe.planner.pools import Pools
 from lightning_hetpipe.planner.simulate import simulate_schedule, step_seconds
 from lightning_hetpipe.plans import Plan, Prediction, Stage
@@ -157,10 +157,10 @@ def fitting(setting: Setting, plan: Plan, wanted: Sequence[int]) -> tuple[int, .
             limit = setting.cluster.device(name).memory_bytes
             if limit is None:
                 continue
-            weight_share = share if stage.split == "channel" else 1.0
+            sample_share, weight_share = member_parts(setting.profile, plan, stage, share)
             one, two = (
                 costs.memory_bytes(
-                    name, stage.start, stage.stop, n, sample_share=share, weight_share=weight_share
+                    name, stage.start, stage.stop, n, sample_share=sample_share, weight_share=weight_share
                 )
                 for n in (1, 2)
             )

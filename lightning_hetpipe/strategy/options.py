@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import ClusterError, PlanError
-from lightning_hetpipe.plans import Plan, read_plan_file
+from lightning_hetpipe.plans import Merge, Plan, read_plan_file
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.schedule import SCHEDULES
 from lightning_hetpipe.shipped import conf_dir
@@ -55,6 +55,7 @@ class Options:
         split: The stages where they are given and the rest of the plan is not.
         micro_batch: None where the planner chooses.
         blocks: Name of a sequence of blocks, for modules that do not trace.
+        merge: Whether devices may share a stage, or the groups that must.
     """
 
     cluster: Cluster | None
@@ -71,6 +72,7 @@ class Options:
     timeout_s: float
     run_dir: Path | None
     blocks: str | None
+    merge: Merge = "auto"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -14,6 +14,7 @@ from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.memory import tune_allocator
 from lightning_hetpipe.engine.session import Engine
+from lightning_hetpipe.engine.shares import measuring_shares, sharing_of
 from lightning_hetpipe.engine.survey import tabulated_sizes
 from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.planner.search import make_plan
@@ -21,6 +22,7 @@ from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import DeviceProfile, Profile
 from lightning_hetpipe.profiling.cache import processor_name
 from lightning_hetpipe.profiling.device import profile_device
+from lightning_hetpipe.sharing import Sharing
 from lightning_hetpipe.stage.batchnorm import paused_statistics
 from lightning_hetpipe.strategy.capture import Captured
 from lightning_hetpipe.strategy.discovery import find_cluster
@@ -59,8 +61,13 @@ def choose_plan(
     if last is not None and (last.graph_fingerprint, last.batch_size) == (fingerprint, captured.batch_size):
         return last
     cluster = options.cluster or find_cluster(exchange, engine.device)
-    measure = partial(_measure, engine, exchange, traced, captured, context, cluster)
-    profile = options.profile or _profile(engine, exchange, traced, cluster, measure)
+    sharing = None
+    if options.profile is None and options.merge != "never":
+        args, kwargs = captured.arguments(torch.device("cpu"))
+        with context():
+            sharing = sharing_of(traced, traced.bind(args, kwargs), len(cluster.devices))
+    measure = partial(_measure, engine, exchange, traced, captured, context, cluster, sharing is not None)
+    profile = options.profile or _profile(engine, exchange, traced, cluster, sharing, measure)
     if profile.graph.fingerprint != fingerprint:
         raise PlanError(
             f"the profile is of another model (fingerprint {profile.graph.fingerprint}, this one has "
@@ -76,7 +83,12 @@ def choose_plan(
 
 
 def _profile(
-    engine: Engine, exchange: Exchange, traced: Traced, cluster: Cluster, measure: Callable[[], DeviceProfile]
+    engine: Engine,
+    exchange: Exchange,
+    traced: Traced,
+    cluster: Cluster,
+    sharing: Sharing | None,
+    measure: Callable[[], DeviceProfile],
 ) -> Profile:
     """What every rank measured of its own device, now or in an earlier run, and the links between them."""
     return Profile(
@@ -84,6 +96,7 @@ def _profile(
         tuple(exchange.agree(measure)),
         links=engine.measure_links(cluster),
         environment={"torch": torch.__version__, "processor": processor_name()},
+        sharing=sharing,
     )
 
 
@@ -94,6 +107,7 @@ def _measure(
     captured: Captured,
     context: Context,
     cluster: Cluster,
+    shares: bool,
 ) -> DeviceProfile:
     """This rank's device; the whole module is on it meanwhile."""
     device = cluster.devices[exchange.rank]
@@ -101,15 +115,17 @@ def _measure(
         log.info("measuring %d layers on %d devices", len(traced.graph), len(cluster.devices))
     args, kwargs = captured.arguments(engine.device)
     traced.module.to(engine.device)
+    inputs = traced.bind(args, kwargs)
     with _training(traced.module), paused_statistics(traced.module):
         return profile_device(
             traced,
-            traced.bind(args, kwargs),
+            inputs,
             tabulated_sizes(captured.batch_size),
             device,
             section=Emulator(device).section,
             context=context,
             settings=f"allocator tuned: {tune_allocator()}",
+            shares=measuring_shares(traced, inputs, context) if shares else None,
         )
 
 
