@@ -5,7 +5,7 @@ from functools import cached_property
 
 from lightning_hetpipe.cluster import Link
 from lightning_hetpipe.graph import READER, LayerGraph
-from lightning_hetpipe.planner.channel import channel_parts, channel_run
+from lightning_hetpipe.planner.channel import ChannelRun, channel_parts, channel_run
 from lightning_hetpipe.planner.cost import ADAM, LayerCosts, lower_bound_s
 from lightning_hetpipe.plans import Plan, Stage
 from lightning_hetpipe.profiles import Profile
@@ -95,9 +95,7 @@ class PlanCost:
     def _measure(self, index: int, size: int) -> tuple[float, float]:
         stage = self.plan.stages[index]
         if stage.split == "channel" and self.profile.sharing is not None:
-            run = channel_run(
-                self.profile, self.plan.cluster, stage, self.plan.pace(stage), self.plan.micro_batch, size
-            )
+            run = self._channel_run(stage, size)
             forward, backward = float(run.forward_s.sum()), float(run.backward_s.sum())
         else:
             rows = largest_remainder(size, stage.shares) if stage.split == "batch" else None
@@ -114,6 +112,18 @@ class PlanCost:
             forward += self.profile.step_forward_s
             backward += self.profile.step_backward_s
         return forward, backward
+
+    def _channel_run(self, stage: Stage, size: int) -> ChannelRun:
+        pace = self.plan.pace(stage)
+        return channel_run(self.profile, self.plan.cluster, stage, pace, self.plan.micro_batch, size)
+
+    def exchange_s(self, stage: int) -> float:
+        """Seconds of a channel group's collectives in one micro-batch."""
+        return self._channel_run(self.plan.stages[stage], self.plan.micro_batch).exchange_s
+
+    def reduction_s(self, stage: int) -> float:
+        """Seconds of a batch group's sum of gradients, once per step."""
+        return self._reduce_s[stage]
 
     @cached_property
     def _reduce_s(self) -> dict[int, float]:
