@@ -82,8 +82,8 @@ class DeviceProfile:
     def share_factors(self, fraction: float) -> tuple[Array, Array]:
         """What a fraction of the channels takes of each layer's forward and backward, ``[layers]`` each.
 
-        Piecewise linear between the measured fractions and 1, and proportional below them; proportional
-        throughout where none was measured.
+        Piecewise linear between the measured fractions and 1; below them the line goes on, but what is left
+        takes no less than its proportion. Proportional throughout where none was measured.
         """
         if not self.fractions:
             even = np.full(len(self.forward_s), fraction)
@@ -95,11 +95,11 @@ class DeviceProfile:
     def _factors(self, table: Array, fraction: float) -> Array:
         known = np.array([*reversed(self.fractions), 1.0])
         columns = np.column_stack([table[:, ::-1], np.ones(len(table))])
-        if fraction <= known[0]:
-            return np.asarray(columns[:, 0] * (fraction / known[0]))
-        right = min(int(np.searchsorted(known, fraction)), len(known) - 1)
+        right = min(max(int(np.searchsorted(known, fraction)), 1), len(known) - 1)
         along = (fraction - known[right - 1]) / (known[right] - known[right - 1])
-        return np.asarray(columns[:, right - 1] * (1 - along) + columns[:, right] * along)
+        line = columns[:, right - 1] * (1 - along) + columns[:, right] * along
+        least = columns[:, 0] * (fraction / known[0]) if fraction < known[0] else 0.0
+        return np.asarray(np.maximum(line, least))
 
 
 def _interpolate(sizes: tuple[int, ...], table: Array, micro_batch: int) -> Array:

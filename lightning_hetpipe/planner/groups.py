@@ -15,7 +15,7 @@ from lightning_hetpipe.plans import Split, Stage
 from lightning_hetpipe.profiles import DeviceProfile, Profile
 from lightning_hetpipe.shares import largest_remainder
 
-_ROUNDS = 6  # of balancing shares whose seconds are not proportional to them
+_ROUNDS = 30  # of balancing shares whose seconds are not proportional to them
 
 
 def composite_name(devices: Sequence[str]) -> str:

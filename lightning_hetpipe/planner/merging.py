@@ -35,6 +35,7 @@ from lightning_hetpipe.plans import Split, Stage
 GAIN = 0.01  # of the step: what groups must save before they are worth their trouble
 SPLITS: tuple[Split, ...] = ("channel", "batch")
 _MOST = 8  # members of a group
+_ROWS = 4  # samples per member at which a split by samples is first looked at
 _PARTITIONS = 10  # that are tried, each by channels and by samples
 _FINALISTS = 2  # that are searched over all micro-batch sizes
 
@@ -118,9 +119,10 @@ def search_merges(
     results: list[tuple[Candidate, Setting]] = []
     for teams in islice(teams_to_try(setting), _PARTITIONS):
         for split in SPLITS:
-            tried = _merged_if_possible(setting, teams, split, size, first)
+            fewest = 1 if split == "channel" else _ROWS * max(map(len, teams))
+            sizes = neighbours(setting.sizes, max(size, fewest), 1 if best else 3)
+            tried = _merged_if_possible(setting, teams, split, sizes[0], first)
             if tried is not None:
-                sizes = neighbours(setting.sizes, size, 1 if best else 3)
                 candidates = _with_groups(look(tried, sizes))
                 if candidates:
                     results.append((min(candidates, key=_order), tried))
@@ -191,10 +193,8 @@ def teams_to_try(setting: Setting) -> Iterator[Teams]:
     for some in combinations(per_kind, 2):
         options += [(*one[0], *other[0]) for one, other in [some]]
     by_speed = sorted(seconds, key=lambda name: -seconds[name])
-    for count in (2, 3):
-        team = tuple(by_speed[:count])
-        if len({setting.cluster.device(name).kind for name in team}) == 1 and count <= len(by_speed):
-            options.append((team,))
+    counts = [count for count in (2, 3, len(by_speed)) if count <= min(len(by_speed), _MOST)]
+    options += [(tuple(by_speed[:count]),) for count in counts]
     seen: set[Teams] = set()
     for teams in options:
         key = tuple(sorted(tuple(sorted(team)) for team in teams))

@@ -34,6 +34,8 @@ from lightning_hetpipe.schedule import SCHEDULES
 
 _MARGIN = 1.1  # the closed form is off by as much, so placements up to here are worth a simulation
 _COARSE = 0.004  # cuts nearer to each other than this fraction of a period count as one
+_KEEP = 20  # placements that are simulated per micro-batch size
+_KEEP_MERGED = 4  # likewise, of a first look at some groups
 _ACTIONS = 100_000  # actions that re-ranking may simulate per micro-batch size
 
 
@@ -152,7 +154,7 @@ def _look(request: "_Request") -> Look:
         if sizes is None:
             return _searched(here, Baseline("nobody", np.inf, 0, "")).found
         pools = make_pools(setting.profile, setting.cluster, pinned_last=here.pinned_last)
-        return [each for size in sizes for each in _placed(here, pools, size, np.inf)[0]]
+        return [each for size in sizes for each in _placed(here, pools, size, np.inf, _KEEP_MERGED)[0]]
 
     return look
 
@@ -327,7 +329,7 @@ def _square_root_size(setting: Setting, plan: Plan) -> float:
 
 
 def _placed(
-    request: _Request, pools: Pools, size: int, upper_s: float
+    request: _Request, pools: Pools, size: int, upper_s: float, keep: int = _KEEP
 ) -> tuple[list[Candidate], float, float]:
     """The best placements at one micro-batch size, as simulated plans; the gap and the best objective."""
     setting = request.setting
@@ -351,7 +353,7 @@ def _placed(
         if placements.found:
             objective_s = min(objective_s, placements.found[0].objective_s)
             upper_s = min(upper_s, objective_s)
-        for placement in placements.found[: _most(placements, chain.n_micro_batches)]:
+        for placement in placements.found[: min(keep, _most(placements, chain.n_micro_batches))]:
             stages = stages_of(placement, pools, setting.cluster, cuts.tolist())
             if stages not in seen:
                 seen.add(stages)

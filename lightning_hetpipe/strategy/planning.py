@@ -152,6 +152,7 @@ def _make(options: Options, profile: Profile, cluster: Cluster, batch_size: int)
         even="layers" if options.split is not None and options.split.cuts is None else False,
         cuts=None if options.split is None else options.split.cuts,
         device_order=None if options.split is None else options.split.devices,
+        merge=options.merge if options.split is None or not options.split.teams else options.split.teams,
         pinned_last=None if _is_movable(cluster) else cluster.devices[0].name,
     )
     # A process cannot become another machine: where devices are real, rank i stays device i.

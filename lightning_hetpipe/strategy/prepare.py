@@ -9,7 +9,7 @@ all      keep own tensors, build own stage
 import gc
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -87,7 +87,15 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     context = run.precision.forward_context
     plan = choose_plan(run.options, run.engine, run.exchange, traced, captured, context, plan)
     refuse_autocast_across_kinds(run.precision, plan.cluster)
-    groups = _groups(run, name, traced, plan, captured)
+    try:
+        groups = _groups(run, name, traced, plan, captured)
+    except PlanError as error:
+        if run.options.merge != "auto" or run.options.plan is not None or run.options.split is not None:
+            raise
+        rank_zero_info(f"the planner's groups cannot be: {error} Planning again with merge='never'.")
+        apart = replace(run.options, merge="never")
+        plan = choose_plan(apart, run.engine, run.exchange, traced, captured, context, None)
+        groups = _groups(run, name, traced, plan, captured)
     _say(run, pipelined, groups)
     run.engine.cluster = plan.cluster
     run.engine.emulator = Emulator(plan.cluster.devices[run.exchange.rank])

@@ -58,7 +58,9 @@ def make_cluster(
 
 def make_sharing(graph: LayerGraph, *, most: int = 8, work: float = 1.0, **figures) -> Sharing:
     """Every layer can be shared as a dense one: by its outputs, or by its inputs and a sum."""
-    operations = [SharedOperation("x", -1, (), (_way("whole", (), "replicated"),), 0.0, 50.0, False, True, True)]
+    operations = [
+        SharedOperation("x", -1, (), (_way("whole", (), "replicated"),), 0.0, 50.0, False, True, True)
+    ]
     sizes = {value.producer: value.bytes_per_sample for value in graph.values}
     for i in range(len(graph)):
         name, before = f"v{i}", operations[-1].name
@@ -68,7 +70,17 @@ def make_sharing(graph: LayerGraph, *, most: int = 8, work: float = 1.0, **figur
             _way("row", ("sharded",), "replicated", forward=(("all_reduce", sizes[i]),), most=most),
         )
         operations.append(SharedOperation(name, i, (before,), ways, work, sizes[i], True, True, True))
-    end = SharedOperation("out", -1, (operations[-1].name,), (_way("whole", ("replicated",), "replicated"),), 0.0, 0.0, True, False, False)
+    end = SharedOperation(
+        "out",
+        -1,
+        (operations[-1].name,),
+        (_way("whole", ("replicated",), "replicated"),),
+        0.0,
+        0.0,
+        True,
+        False,
+        False,
+    )
     return Sharing((*operations, end), most, **figures)
 
 
