@@ -46,11 +46,16 @@ Look = Callable[[Setting, tuple[int, ...] | None], list[Candidate]]
 
 @dataclass
 class Merges:
-    """What came of merging: candidates, rows for the comparison, and the verdict in words."""
+    """What came of merging: candidates, rows for the comparison, and the verdict in words.
+
+    Attributes:
+        exact: Whether the groups compute what one device would.
+    """
 
     found: list[Candidate] = field(default_factory=list)
     rows: list[Baseline] = field(default_factory=list)
     verdict: str = ""
+    exact: bool = True
 
 
 def break_even(n: int, others: float, n_micro_batches: int, n_stages: int, transfer: float) -> float:
@@ -150,18 +155,23 @@ def forced_merges(
 ) -> Merges:
     """Plans in which each of these teams shares a stage, by channels or by samples as is faster.
 
+    What changes the training (`Setting.exact`) is left for when nothing else is possible.
+
     Raises:
         PlanError: A team cannot share any stage, with the reason for each way of sharing.
     """
     _check(setting, teams)
-    setting = replace(setting, exact=False)
     size = neighbours(sizes, max(1, setting.batch_size // 8), 1)[0]
     found: list[Candidate] = []
-    for splits in product(SPLITS, repeat=len(teams)):
-        if any(_reason(setting, team, split, max(sizes)) for team, split in zip(teams, splits)):
-            continue
-        tried = merged(setting, teams, splits, size, first)
-        found += [each for each in look(tried, None) if len(_groups_of(each)) == len(teams)]
+    for exact in (True, False):
+        setting = replace(setting, exact=exact)
+        for splits in product(SPLITS, repeat=len(teams)):
+            if any(_reason(setting, team, split, max(sizes)) for team, split in zip(teams, splits)):
+                continue
+            tried = merged(setting, teams, splits, size, first)
+            found += [each for each in look(tried, None) if len(_groups_of(each)) == len(teams)]
+        if found:
+            break
     if not found:
         reasons = "; ".join(
             f"{composite_name(team)} by {'channels' if split == 'channel' else 'samples'}: "
@@ -171,7 +181,10 @@ def forced_merges(
         )
         raise PlanError(f"merge={[list(team) for team in teams]} was asked for, but {reasons}. Merge others.")
     winner = _rebalanced(setting, min(found, key=_order))
-    return Merges([winner], [], _price(setting, winner))
+    verdict = _price(setting, winner)
+    if not setting.exact:
+        verdict += ", and normalises by each device's own samples"
+    return Merges([winner], [], verdict, setting.exact)
 
 
 def teams_to_try(setting: Setting) -> Iterator[Teams]:

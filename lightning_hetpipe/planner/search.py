@@ -98,8 +98,8 @@ def make_plan(
     single = fastest_single(setting, alone, pinned_last)
     search = _Found()
     if teams:
-        setting = replace(setting, exact=False)
         merges = forced_merges(setting, teams, _look(request), first=pinned_last, sizes=request.sizes)
+        setting = replace(setting, exact=merges.exact)
     else:
         search = _fixed(request) if request.is_fixed else _searched(request, single)
         merges = Merges()
@@ -117,7 +117,7 @@ def make_plan(
     rows = [single]
     if baselines:
         rows += all_baselines(setting, alone, plan)
-        if pinned_last is not None:
+        if pinned_last is not None and not (teams and request.device_order):
             rows += _unpinned(request, single)
     return replace(
         plan,
