@@ -62,7 +62,8 @@ def choose_plan(
         return last
     cluster = options.cluster or find_cluster(exchange, engine.device)
     sharing = None
-    if options.profile is None and options.merge != "never":
+    may_share = options.merge != "never" if options.split is None else bool(options.split.teams)
+    if options.profile is None and may_share:
         args, kwargs = captured.arguments(torch.device("cpu"))
         with context():
             sharing = sharing_of(traced, traced.bind(args, kwargs), len(cluster.devices))
