@@ -87,6 +87,7 @@ def compare_command(config: DictConfig) -> Figures:
             config.batch_size,
             micro_batch=config.micro_batch,
             schedule=config.schedule,
+            merge=_merge(config),
             optimizer_copies=config.optimizer_copies,
         )
     )
@@ -146,6 +147,10 @@ def _cluster(config: DictConfig) -> Cluster:
     return Cluster.from_mapping(OmegaConf.to_container(config.cluster, resolve=True))  # type: ignore[arg-type]
 
 
+def _merge(config: DictConfig) -> Any:
+    return config.merge if isinstance(config.merge, str) else [list(team) for team in config.merge]
+
+
 def _shapes(config: DictConfig) -> list[tuple[int, ...]]:
     return [tuple(shape) for shape in config.model.inputs]
 
@@ -168,7 +173,8 @@ def _profile(config: DictConfig, cluster: Cluster) -> Profile:
         def advance(device: str, done: int, total: int) -> None:
             bar.update(task, description=f"measuring {device}", completed=done, total=total)
 
-        return hp.profile(_module(config), example, cluster, origin=origin, progress=advance)
+        merge = _merge(config) != "never"
+        return hp.profile(_module(config), example, cluster, origin=origin, merge=merge, progress=advance)
 
 
 def _plan(config: DictConfig) -> tuple[Plan, Profile]:
@@ -183,6 +189,7 @@ def _plan(config: DictConfig) -> tuple[Plan, Profile]:
         config.batch_size,
         micro_batch=config.micro_batch,
         schedule=config.schedule,
+        merge=_merge(config),
         optimizer_copies=config.optimizer_copies,
     )
     return plan, profile

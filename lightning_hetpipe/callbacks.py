@@ -46,9 +46,6 @@ class PipelineStatsMonitor(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._warm_up_left = self.warm_up_steps
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _show_plan(trainer)
 
     @override

@@ -215,6 +215,13 @@ class Cluster:
                 return replace(rule, source=source, target=target)
         return replace(LOOPBACK, source=source, target=target)
 
+    def subset(self, names: tuple[str, ...]) -> "Cluster":
+        """The same cluster with only these devices, in this order."""
+        devices = tuple(self.device(name) for name in names)
+        known = {ANY, *names, *(device.host for device in devices)}
+        links = tuple(link for link in self.links if {link.source, link.target} <= known)
+        return replace(self, devices=devices, links=links)
+
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> "Cluster":
         """Builds a cluster from the form that YAML files use (see ``conf/cluster``).

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,11 +26,27 @@ from lightning_hetpipe.text import align, format_seconds
 from lightning_hetpipe.units import format_bytes
 
 FORMAT = 1
+FAST_WORK_PER_S = 50e9
 Split = Literal["none", "channel", "batch"]
+Merge = Literal["auto", "never"] | tuple[tuple[str, ...], ...]
 COLUMNS = (
     "stage", "layers", "device", "share", "in flight",
     "forward", "backward", "busy", "memory", "enters",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a channel group weighs when it chooses what to share and what each member does whole.
+
+    Attributes:
+        work_per_s: Speed of the whole group, in units of `stage.layout.Operation.work`.
+        latency_s, bandwidth_bytes_per_s: Of the slowest link between its members.
+    """
+
+    work_per_s: float
+    latency_s: float
+    bandwidth_bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,7 @@ class Stage:
         devices: Names of the group's devices; one for an unshared stage.
         shares: Each device's fraction of the stage, summing to 1.
         split: How the group shares the stage.
+        pace: Of a channel group; None in a hand-written plan, whose group assumes a fast device.
     """
 
     start: int
@@ -48,6 +66,7 @@ class Stage:
     devices: tuple[str, ...]
     shares: tuple[float, ...] = (1.0,)
     split: Split = "none"
+    pace: Pace | None = None
 
     def __post_init__(self) -> None:
         for key in ("start", "stop"):
@@ -149,6 +168,14 @@ class Plan:
         """The ranks that hold each stage."""
         rank_of = {device.name: rank for rank, device in enumerate(self.cluster.devices)}
         return tuple(tuple(rank_of[name] for name in stage.devices) for stage in self.stages)
+
+    def pace(self, stage: Stage) -> Pace:
+        """What a channel group weighs; declared links and a fast device where it does not say."""
+        if stage.pace is not None:
+            return stage.pace
+        links = (self.cluster.link(a, b) for a, b in permutations(stage.devices, 2))
+        slowest = max(links, key=lambda link: link.transfer_s(1e6))
+        return Pace(FAST_WORK_PER_S, slowest.latency_s, slowest.bandwidth_bytes_per_s)
 
     def slices(self, n_samples: int) -> tuple[int, ...]:
         """Micro-batch sizes of a batch of ``n_samples``: all equal, but the last may be smaller."""
@@ -371,7 +398,7 @@ def _check_stages(plan: Plan) -> None:
 def _read_plan(data: dict[str, Any]) -> Plan:
     try:
         cluster = Cluster.from_mapping(data.pop("cluster"))
-        stages = tuple(Stage(**_frozen(entry)) for entry in data.pop("stages"))
+        stages = tuple(map(_read_stage, data.pop("stages")))
         prediction = data.pop("prediction", None)
         alternatives = tuple(Alternative(**entry) for entry in data.pop("alternatives", ()))
         return Plan(
@@ -387,6 +414,12 @@ def _read_plan(data: dict[str, Any]) -> Plan:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise PlanError(f"the plan is damaged: {error!r}") from error
+
+
+def _read_stage(data: Mapping[str, Any]) -> Stage:
+    entry = _frozen(data)
+    pace = entry.pop("pace", None)
+    return Stage(**entry, pace=None if pace is None else Pace(**pace))
 
 
 def _frozen(value: Any) -> Any:

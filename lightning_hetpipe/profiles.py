@@ -19,6 +19,7 @@ from lightning_hetpipe.checks import is_number, is_whole, require
 from lightning_hetpipe.cluster import Cluster, Link
 from lightning_hetpipe.errors import ProfileError
 from lightning_hetpipe.graph import READER, Layer, LayerGraph, Value
+from lightning_hetpipe.sharing import Sharing, read_sharing
 
 FORMAT = 1
 Origin = Literal["measured", "analytic"]
@@ -36,6 +37,9 @@ class DeviceProfile:
         spread: Relative half-width of the repeats (0.05 = 5 %), the median over layers.
         optimizer_s_per_byte: Seconds of the optimizer step per parameter byte.
         peak_bytes: Bytes a layer needs beyond parameters and saved activations, per layer.
+        fractions: Measured fractions of the channels, descending, below 1.
+        forward_factors, backward_factors: One row per layer, one column per fraction: seconds of what can be
+            shared of the layer at that fraction, over its seconds on all channels.
     """
 
     device: str
@@ -45,6 +49,9 @@ class DeviceProfile:
     spread: float = 0.0
     optimizer_s_per_byte: float = 0.0
     peak_bytes: tuple[float, ...] = ()
+    fractions: tuple[float, ...] = ()
+    forward_factors: tuple[tuple[float, ...], ...] = ()
+    backward_factors: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         require(isinstance(self.device, str), ProfileError, "device", self.device, "the device's name")
@@ -66,9 +73,14 @@ class DeviceProfile:
             ("backward_s", self.backward_s),
             ("spread or optimizer_s_per_byte", rest),
             ("peak_bytes", self.peak_bytes),
+            ("forward_factors", self.forward_factors),
+            ("backward_factors", self.backward_factors),
         ):
             if not _are_figures(figures):
                 raise ProfileError(f"{where}: {name} has a value that is not a finite number >= 0")
+        for factors in (self.forward_factors, self.backward_factors):
+            if factors and len(factors) != len(self.forward_s):
+                raise ProfileError(f"{where}: share factors of {len(factors)} layers")
 
     @cached_property
     def _tables(self) -> tuple[Array, Array]:
@@ -85,6 +97,28 @@ class DeviceProfile:
             _interpolate(self.micro_batches, forward, micro_batch),
             _interpolate(self.micro_batches, backward, micro_batch),
         )
+
+    def share_factors(self, fraction: float) -> tuple[Array, Array]:
+        """What a fraction of the channels takes of each layer's forward and backward, ``[layers]`` each.
+
+        Piecewise linear between the measured fractions and 1; below them the line goes on, but what is left
+        takes no less than its proportion. Proportional throughout where none was measured.
+        """
+        if not self.fractions:
+            even = np.full(len(self.forward_s), fraction)
+            return even, even
+        tables = (self.forward_factors, self.backward_factors)
+        forward, backward = (self._factors(np.asarray(table, dtype=float), fraction) for table in tables)
+        return forward, backward
+
+    def _factors(self, table: Array, fraction: float) -> Array:
+        known = np.array([*reversed(self.fractions), 1.0])
+        columns = np.column_stack([table[:, ::-1], np.ones(len(table))])
+        right = min(max(int(np.searchsorted(known, fraction)), 1), len(known) - 1)
+        along = (fraction - known[right - 1]) / (known[right] - known[right - 1])
+        line = columns[:, right - 1] * (1 - along) + columns[:, right] * along
+        least = columns[:, 0] * (fraction / known[0]) if fraction < known[0] else 0.0
+        return np.asarray(np.maximum(line, least))
 
 
 def _are_figures(values: object) -> bool:
@@ -118,6 +152,7 @@ class Profile:
         environment: What the numbers depend on (torch version, processor, ...), for people and cache keys.
         step_forward_s, step_backward_s: Seconds of the user's step around the module, per micro-batch
             on rank 0 (loss and pre-processing).
+        sharing: What a group can share of the model; None where groups are not to be planned.
     """
 
     graph: LayerGraph
@@ -128,6 +163,7 @@ class Profile:
     environment: Mapping[str, str] = field(default_factory=dict)
     step_forward_s: float = 0.0
     step_backward_s: float = 0.0
+    sharing: Sharing | None = None
 
     def __post_init__(self) -> None:
         require(isinstance(self.graph, LayerGraph), ProfileError, "graph", self.graph, "a LayerGraph")
@@ -188,6 +224,7 @@ class Profile:
         for device in self.devices:
             digest.update(repr((device.device, device.micro_batches, device.peak_bytes)).encode())
             digest.update(repr((device.spread, device.optimizer_s_per_byte)).encode())
+            digest.update(repr((device.fractions, device.forward_factors, device.backward_factors)).encode())
             for table in (device.forward_s, device.backward_s):
                 digest.update(np.asarray(table, dtype=float).tobytes())
         rest = replace(self, devices=(), environment=dict(self.environment))
@@ -217,6 +254,7 @@ class Profile:
                 graph=read_graph(graph),
                 devices=tuple(map(read_device, data.pop("devices"))),
                 links=tuple(Link(**entry) for entry in data.pop("links")),
+                sharing=read_sharing(_frozen(data.pop("sharing", None))),
                 **data,
             )
         except ProfileError:
@@ -268,4 +306,6 @@ def read_graph(data: Mapping[str, Any]) -> LayerGraph:
 
 def _frozen(value: Any) -> Any:
     """JSON lists as the tuples they were."""
+    if isinstance(value, dict):
+        return {key: _frozen(entry) for key, entry in value.items()}
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -20,6 +20,7 @@ from lightning_hetpipe.cluster import Cluster, Device
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.memory import tune_allocator
 from lightning_hetpipe.engine.places import torch_device
+from lightning_hetpipe.engine.shares import measuring_shares, sharing_of
 from lightning_hetpipe.errors import ClusterError, GraphError, ProfileError
 from lightning_hetpipe.profiles import DeviceProfile, Origin, Profile
 from lightning_hetpipe.profiling.analytic import analytic_profile
@@ -37,6 +38,7 @@ def profile(
     *,
     origin: Origin = "measured",
     blocks: str | None = None,
+    merge: bool = True,
     progress: Progress | None = None,
 ) -> Profile:
     """Measures every layer of a module on every device of a cluster.
@@ -48,6 +50,7 @@ def profile(
         cluster: Devices of this host; emulated ones are measured at their speed.
         origin: ``analytic`` derives the figures from the devices' published peaks instead.
         blocks: Name of a sequence of blocks, for a module that does not trace.
+        merge: Whether shares of layers are measured too, for plans in which devices share stages.
         progress: Called with (device name, parts done, parts in all).
 
     Returns:
@@ -64,14 +67,17 @@ def profile(
     traced = trace(module, args, {}, blocks)
     inputs = traced.bind(args, {})
     sizes = tabulated_sizes(next(iter(inputs.values())).shape[0])
+    sharing = sharing_of(traced, inputs, len(cluster.devices)) if merge else None
     if origin == "analytic":
-        return analytic_profile(traced.graph, cluster, sizes)
+        return replace(analytic_profile(traced.graph, cluster, sizes), sharing=sharing)
     if "cuda" in {device.kind for device in cluster.devices} and not torch.cuda.is_available():
         raise ProfileError(
             f"cluster {cluster.name!r} has cuda devices and this machine has none: profile there, or say "
             "origin='analytic' (profile=analytic) where the cluster gives published figures"
         )
-    return _measure(module, args, blocks, sizes, cluster, progress)
+    return replace(
+        _measure(module, args, blocks, sizes, cluster, sharing is not None, progress), sharing=sharing
+    )
 
 
 def tabulated_sizes(batch_size: int) -> tuple[int, ...]:
@@ -92,6 +98,7 @@ def _measure(
     blocks: str | None,
     sizes: tuple[int, ...],
     cluster: Cluster,
+    shares: bool,
     progress: Progress | None,
 ) -> Profile:
     settings = f"allocator tuned: {tune_allocator()}"
@@ -103,7 +110,9 @@ def _measure(
         inputs = traced.bind(placed, {})
         for device in cluster.devices:
             if torch_device(device) == place and device.kind_key not in measured:
-                measured[device.kind_key] = _measure_one(traced, inputs, sizes, device, settings, progress)
+                measured[device.kind_key] = _measure_one(
+                    traced, inputs, sizes, device, settings, shares, progress
+                )
     devices = tuple(replace(measured[each.kind_key], device=each.name) for each in cluster.devices)
     environment = {"torch": torch.__version__, "processor": processor_name()}
     return Profile(traced.graph, devices, environment=environment)
@@ -115,6 +124,7 @@ def _measure_one(
     sizes: tuple[int, ...],
     device: Device,
     settings: str,
+    shares: bool,
     progress: Progress | None,
 ) -> DeviceProfile:
     threads = torch.get_num_threads()
@@ -127,6 +137,7 @@ def _measure_one(
             device,
             section=Emulator(device).section,
             settings=settings,
+            shares=measuring_shares(traced, inputs) if shares else None,
             progress=None if progress is None else partial(progress, device.name),
         )
     finally:

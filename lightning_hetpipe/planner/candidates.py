@@ -7,8 +7,9 @@ from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import InfeasibleError
 from lightning_hetpipe.planner.chain import Placement
 from lightning_hetpipe.planner.cost import LayerCosts, layer_costs, one_f_one_b_step_s, safe_k
+from lightning_hetpipe.planner.groups import composite_name, refusal
 from lightning_hetpipe.planner.microbatch import offered
-from lightning_hetpipe.planner.plan_cost import PlanCost, schedule_of
+from lightning_hetpipe.planner.plan_cost import PlanCost, member_parts, schedule_of
 from lightning_hetpipe.planner.pools import Pools
 from lightning_hetpipe.planner.simulate import simulate_schedule, step_seconds
 from lightning_hetpipe.plans import Plan, Prediction, Stage
@@ -33,13 +34,22 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all candidates of a search share."""
+    """What all candidates of a search share.
+
+    Attributes:
+        groups: Where the cluster has composites: the groups that these stand for.
+        members: Then the setting in which the members stand alone.
+        exact: Whether every group must compute what one device would.
+    """
 
     profile: Profile
     cluster: Cluster
     batch_size: int
     schedules: tuple[str, ...]
     optimizer_copies: float
+    groups: tuple[Stage, ...] = ()
+    members: "Setting | None" = None
+    exact: bool = True
 
     @property
     def smallest(self) -> int:
@@ -51,6 +61,23 @@ class Setting:
     def sizes(self) -> tuple[int, ...]:
         """Micro-batch sizes to choose from."""
         return offered(self.batch_size, self.smallest)
+
+    def holder(self, device: str | None) -> str | None:
+        """The composite that stands for a device, or the device itself."""
+        for group in self.groups:
+            if device in group.devices:
+                return composite_name(group.devices)
+        return device
+
+    def spread(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+        """The stages with the members in place of composites."""
+        held = {composite_name(group.devices): group for group in self.groups}
+        return tuple(
+            replace(held[stage.devices[0]], start=stage.start, stop=stage.stop)
+            if stage.devices[0] in held
+            else stage
+            for stage in stages
+        )
 
     def costs(self, micro_batch: int) -> LayerCosts:
         return layer_costs(self.profile, micro_batch, self.optimizer_copies)
@@ -89,8 +116,14 @@ def make_candidates(setting: Setting, stages: Sequence[Stage], micro_batch: int)
     """One candidate per allowed schedule that fits in memory.
 
     Where a step has so many actions that simulating it takes long, GPipe is left out if 1F1B is allowed:
-    with enough in flight 1F1B is rarely slower.
+    with enough in flight 1F1B is rarely slower. None where a group cannot hold its stage.
     """
+    stages = setting.spread(stages)
+    whole = setting.members or setting
+    for stage in stages:
+        if refusal(whole.profile, whole.cluster, stage, micro_batch, exact=setting.exact):
+            return
+    setting = whole
     base = draft(setting, stages, micro_batch)
     many = n_actions(base) > MANY_ACTIONS
     for schedule in ("1f1b",) if many and "1f1b" in setting.schedules else setting.schedules:
@@ -157,10 +190,10 @@ def fitting(setting: Setting, plan: Plan, wanted: Sequence[int]) -> tuple[int, .
             limit = setting.cluster.device(name).memory_bytes
             if limit is None:
                 continue
-            weight_share = share if stage.split == "channel" else 1.0
+            sample_share, weight_share = member_parts(setting.profile, plan, stage, share)
             one, two = (
                 costs.memory_bytes(
-                    name, stage.start, stage.stop, n, sample_share=share, weight_share=weight_share
+                    name, stage.start, stage.stop, n, sample_share=sample_share, weight_share=weight_share
                 )
                 for n in (1, 2)
             )

@@ -13,7 +13,13 @@ from lightning_hetpipe.units import format_bytes
 
 
 def explain(
-    setting: Setting, plan: Plan, found: Sequence[Candidate], rows: Sequence[Baseline], *, gap: float
+    setting: Setting,
+    plan: Plan,
+    found: Sequence[Candidate],
+    rows: Sequence[Baseline],
+    *,
+    gap: float,
+    merging: str = "",
 ) -> str:
     """One line: is it worth it, the bottleneck, the best rejected alternative, the binding limit.
 
@@ -23,10 +29,12 @@ def explain(
         found: Every candidate that was simulated.
         rows: Baselines.
         gap: How far the search can be from the best placement, as a fraction.
+        merging: Whether groups pay.
     """
     parts = [
         _worth(setting, plan, rows),
         _bottleneck(setting, plan),
+        merging,
         _rejected(plan, found),
         _limit(plan),
     ]
@@ -42,7 +50,7 @@ def _step_s(plan: Plan) -> float:
 
 def _worth(setting: Setting, plan: Plan, rows: Sequence[Baseline]) -> str:
     best = min((row for row in rows if np.isfinite(row.step_s)), key=lambda row: row.step_s, default=None)
-    if len(plan.stages) == 1:
+    if len(plan.stages) == 1 and plan.stages[0].split == "none":
         name = plan.stages[0].devices[0]
         if len(setting.cluster.devices) == 1:
             return f"{name} is the only device ({_step_s(plan):.4g} s per step)"

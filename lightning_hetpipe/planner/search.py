@@ -21,6 +21,7 @@ from lightning_hetpipe.planner.candidates import (
 from lightning_hetpipe.planner.chain import Chain, Depth
 from lightning_hetpipe.planner.coarsen import coarsen
 from lightning_hetpipe.planner.cost import ADAM
+from lightning_hetpipe.planner.merging import Look, Merges, Teams, forced_merges, search_merges
 from lightning_hetpipe.planner.microbatch import best_size, neighbours
 from lightning_hetpipe.planner.placement import Budget, Placements, place
 from lightning_hetpipe.planner.plan_cost import PlanCost
@@ -28,12 +29,14 @@ from lightning_hetpipe.planner.polish import polish
 from lightning_hetpipe.planner.pools import Pools, in_order, make_chain, make_pools
 from lightning_hetpipe.planner.reason import explain, infeasible
 from lightning_hetpipe.planner.split import Even, even_stages, named_stages
-from lightning_hetpipe.plans import Alternative, Plan, Stage
+from lightning_hetpipe.plans import Alternative, Merge, Plan, Stage
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.schedule import SCHEDULES
 
 _MARGIN = 1.1  # the closed form is off by as much, so placements up to here are worth a simulation
 _COARSE = 0.004  # cuts nearer to each other than this fraction of a period count as one
+_KEEP = 20  # placements that are simulated per micro-batch size
+_KEEP_MERGED = 4  # likewise, of a first look at some groups
 _ACTIONS = 100_000  # actions that re-ranking may simulate per micro-batch size
 
 
@@ -50,6 +53,7 @@ def make_plan(
     device_order: Sequence[str] | None = None,
     pinned_last: str | None = None,
     optimizer_copies: float = ADAM,
+    merge: Merge | Sequence[Sequence[str]] = "auto",
     baselines: bool = True,
 ) -> Plan:
     """The fastest plan that the search finds, with its prediction, its reason and what it was compared with.
@@ -66,6 +70,9 @@ def make_plan(
         device_order: Uses exactly these devices, in this order of stages.
         pinned_last: The device that must read the data and hold the last stage; any by default.
         optimizer_copies: State values that the optimizer keeps per parameter (Adam 2, momentum 1, SGD 0).
+        merge: ``auto`` lets devices share a stage where that saves more than 1 % of the step, ``never`` does
+            not; or the groups of devices that must share one each. ``cuts`` and ``device_order`` name a group
+            ``a+b``.
         baselines: False leaves the comparison out.
 
     Raises:
@@ -75,23 +82,34 @@ def make_plan(
     """
     names = {"cuts": cuts, "device_order": device_order}
     check_arguments(profile, cluster, batch_size, micro_batch, stages, optimizer_copies, names)
-    request = _check(
-        _Request(
-            Setting(profile, cluster, batch_size, schedules_of(schedule), optimizer_copies),
-            micro_batch,
-            schedule,
-            len(cuts) + 1 if cuts is not None and stages is None else stages,
-            "time" if even is True else even or None,
-            tuple(cuts) if cuts is not None else None,
-            tuple(device_order) if device_order is not None else None,
-            pinned_last,
-        )
+    setting = Setting(profile, cluster, batch_size, schedules_of(schedule), optimizer_copies)
+    request = _Request(
+        setting,
+        micro_batch,
+        schedule,
+        len(cuts) + 1 if cuts is not None and stages is None else stages,
+        "time" if even is True else even or None,
+        tuple(cuts) if cuts is not None else None,
+        tuple(device_order) if device_order is not None else None,
+        pinned_last,
     )
-    setting = request.setting
+    teams = _teams(merge)
+    if not teams:
+        _check(request)
     alone = Alone(setting)
     bound = alone.bound_images_per_s()
     single = fastest_single(setting, alone, pinned_last)
-    search = _fixed(request) if request.is_fixed else _searched(request, single)
+    search = _Found()
+    if teams:
+        merges = forced_merges(setting, teams, _look(request), first=pinned_last, sizes=request.sizes)
+        setting = replace(setting, exact=merges.exact)
+    else:
+        search = _fixed(request) if request.is_fixed else _searched(request, single)
+        merges = Merges()
+        if merge == "auto" and not request.is_fixed and request.device_order is None:
+            best = min(search.found, key=lambda candidate: candidate.order, default=None)
+            merges = search_merges(setting, best, _look(request), first=pinned_last, baselines=baselines)
+    search.found += merges.found
     if not search.found:
         raise infeasible(setting, request.sizes, stages=stages, device_order=request.device_order)
     winner = min(search.found, key=lambda candidate: candidate.order)
@@ -102,18 +120,46 @@ def make_plan(
     rows = [single]
     if baselines:
         rows += all_baselines(setting, alone, plan)
-        if pinned_last is not None:
+        if pinned_last is not None and not (teams and request.device_order):
             rows += _unpinned(request, single)
     return replace(
         plan,
         profile_hash=profile.content_hash,
-        reason=explain(setting, plan, search.found, rows, gap=search.gap),
+        reason=explain(setting, plan, search.found, rows, gap=search.gap, merging=merges.verdict),
         alternatives=tuple(
             Alternative(row.name, batch_size / row.step_s, row.step_s, row.memory_bytes, row.note)
-            for row in rows
+            for row in (*rows, *merges.rows)
             if np.isfinite(row.step_s)
         ),
     )
+
+
+def _teams(merge: Merge | Sequence[Sequence[str]]) -> Teams:
+    """The groups that are asked for, if any."""
+    if isinstance(merge, str):
+        if merge not in ("auto", "never"):
+            raise PlanError(f"merge={merge!r} is unknown: say auto, never, or give lists of device names")
+        return ()
+    return tuple(tuple(team) for team in merge)
+
+
+def _look(request: "_Request") -> Look:
+    """Places layers as the request says, in a setting with composites or with fewer devices."""
+
+    def look(setting: Setting, sizes: tuple[int, ...] | None) -> list[Candidate]:
+        here = replace(request, setting=setting, pinned_last=setting.holder(request.pinned_last))
+        names = {device.name for device in setting.cluster.devices}
+        if here.pinned_last not in (None, *names):
+            return []
+        _check(here)
+        if here.is_fixed:
+            return _fixed(here).found
+        if sizes is None:
+            return _searched(here, Baseline("nobody", np.inf, 0, "")).found
+        pools = make_pools(setting.profile, setting.cluster, pinned_last=here.pinned_last)
+        return [each for size in sizes for each in _placed(here, pools, size, np.inf, _KEEP_MERGED)[0]]
+
+    return look
 
 
 def all_baselines(setting: Setting, alone: Alone, plan: Plan) -> list[Baseline]:
@@ -284,7 +330,7 @@ def _square_root_size(setting: Setting, plan: Plan) -> float:
 
 
 def _placed(
-    request: _Request, pools: Pools, size: int, upper_s: float
+    request: _Request, pools: Pools, size: int, upper_s: float, keep: int = _KEEP
 ) -> tuple[list[Candidate], float, float]:
     """The best placements at one micro-batch size, as simulated plans; the gap and the best objective."""
     setting = request.setting
@@ -308,7 +354,7 @@ def _placed(
         if placements.found:
             objective_s = min(objective_s, placements.found[0].objective_s)
             upper_s = min(upper_s, objective_s)
-        for placement in placements.found[: _most(placements, chain.n_micro_batches)]:
+        for placement in placements.found[: min(keep, _most(placements, chain.n_micro_batches))]:
             stages = stages_of(placement, pools, setting.cluster, cuts.tolist())
             if stages not in seen:
                 seen.add(stages)

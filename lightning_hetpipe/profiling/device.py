@@ -1,5 +1,6 @@
 """One device's profile: what an earlier run kept, or measured now."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -40,6 +41,7 @@ def profile_device(
     context: Section = nullcontext,
     optimizer: Optimizer | None = None,
     settings: str = "",
+    shares: Callable[[DeviceProfile, float], DeviceProfile] | None = None,
     progress: Callable[[int, int], None] | None = None,
     directory: Path | None = None,
 ) -> DeviceProfile:
@@ -52,6 +54,8 @@ def profile_device(
         context: Entered around each forward, such as autocast.
         optimizer: Its step is timed too; None leaves ``optimizer_s_per_byte`` at 0.
         settings: What else changes the speed of this process, as part of the key.
+        shares: Adds what fractions of the channels take to a profile that took so many seconds; None leaves
+            that out.
         progress: Called by `measure_device`.
         directory: See `cached_device_profile`.
     """
@@ -59,9 +63,12 @@ def profile_device(
     sizes = tuple(sorted(set(micro_batches)))
 
     def measure() -> DeviceProfile:
+        began_s = time.perf_counter()
         profile = measure_device(
             traced, inputs, sizes, device.name, section=section, context=context, progress=progress
         )
+        if shares is not None:
+            profile = shares(profile, time.perf_counter() - began_s)
         if optimizer is None:
             return profile
         dtype = next((parameter.dtype for parameter in traced.module.parameters()), torch.float32)
@@ -79,7 +86,7 @@ def profile_device(
         torch_version=torch.__version__,
         processor=_processor(place),
         optimizer="" if optimizer is None else str(optimizer),
-        settings=f"{settings}; {_mode(traced)}",
+        settings=f"{settings}; {'whole layers' if shares is None else 'shares too'}; {_mode(traced)}",
     )
     return cached_device_profile(key, measure, directory, reference=lambda: reference_seconds(place, section))
 

@@ -81,13 +81,13 @@ def measure_device(
     columns: dict[int, Times] = {}
     spreads: list[float] = []
     began_s = time.perf_counter()
-    with _unchanged(traced.module, inputs):
+    with unchanged(traced.module, inputs):
         for size in _in_order(sizes, lambda: budget_s - (time.perf_counter() - began_s)):
             report(len(columns), len(sizes))
-            batch = _resized(inputs, size)
+            batch = resized_rows(inputs, size)
             now_s, half_s = time.perf_counter(), budget_s / len(sizes) / 2
             apart, spread = _repeat(layers, batch, context, now_s + half_s)
-            starts = _run_starts(apart)
+            starts = run_starts(apart)
             runs = [traced.stage(start, stop, place) for start, stop in zip(starts, [*starts[1:], n_layers])]
             together, _ = _repeat(runs, batch, context, now_s + 2 * half_s)
             if size == sizes[0]:
@@ -138,7 +138,7 @@ def _pace(
     sweeps: list[Times] = []
     walls_s = 0.0
     while len(sweeps) < _REPEATS[0] or walls_s < _PACE_S:
-        clock, wall = _sweep(stages, inputs, context, section, _PAUSE_S)
+        clock, wall = sweep(stages, inputs, context, section, _PAUSE_S)
         sweeps.append(clock)
         walls_s += sum(map(sum, wall))
     return walls_s / sum(sum(map(sum, sweep)) for sweep in sweeps), _medians(sweeps)
@@ -154,17 +154,17 @@ def _repeat(
     stages: Sequence[StageModule], inputs: Mapping[str, Tensor], context: Section, deadline_s: float
 ) -> tuple[Times, float]:
     """Medians over sweeps, after one that warms up, and their relative half-width."""
-    _sweep(stages, inputs, context)
+    sweep(stages, inputs, context)
     fewest, most = _REPEATS
     sweeps: list[Times] = []
     while len(sweeps) < fewest or (len(sweeps) < most and time.perf_counter() < deadline_s):
-        sweeps.append(_sweep(stages, inputs, context)[0])
-    totals = sorted(sum(sweep[0]) + sum(sweep[1]) for sweep in sweeps)
+        sweeps.append(sweep(stages, inputs, context)[0])
+    totals = sorted(sum(each[0]) + sum(each[1]) for each in sweeps)
     spread = (totals[-1] - totals[0]) / 2 / statistics.median(totals)
     return _medians(sweeps), spread
 
 
-def _sweep(
+def sweep(
     stages: Sequence[StageModule],
     inputs: Mapping[str, Tensor],
     context: Section,
@@ -260,7 +260,7 @@ def settle(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _run_starts(apart: Times) -> list[int]:
+def run_starts(apart: Times) -> list[int]:
     """Beginnings of about `_N_RUNS` runs of layers that take similar times."""
     seconds = [forward + backward for forward, backward in zip(*apart)]
     share = sum(seconds) / _N_RUNS
@@ -282,7 +282,7 @@ def _scaled(apart: Sequence[float], together: Sequence[float], starts: Sequence[
     return scaled
 
 
-def _resized(inputs: Mapping[str, Tensor], n_samples: int) -> dict[str, Tensor]:
+def resized_rows(inputs: Mapping[str, Tensor], n_samples: int) -> dict[str, Tensor]:
     before = next(iter(inputs.values())).shape[0]
     rows = [index % before for index in range(n_samples)]
     return {
@@ -294,7 +294,7 @@ def _resized(inputs: Mapping[str, Tensor], n_samples: int) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _unchanged(module: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[None]:
+def unchanged(module: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[None]:
     """Puts buffers, gradients and random state back."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}

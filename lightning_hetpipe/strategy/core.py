@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
@@ -38,6 +38,7 @@ from lightning_hetpipe.strategy.options import (
     Options,
     SplitByHand,
     read_cluster,
+    read_merge,
     read_micro_batch,
     read_plan,
     read_profile,
@@ -70,9 +71,12 @@ class PipelineStrategy(Together):
         module: Dotted name of the pipelined submodule; ``auto`` takes the child that holds nearly all
             parameters, else the LightningModule's own ``forward``.
         plan: A `Plan`, a mapping or a file: neither profiles nor plans; refused if it belongs to another
-            model. ``even``, or ``{"cuts": [layer names], "devices": [names]}``, gives the stages only.
+            model. ``even``, or ``{"cuts": [layer names], "devices": [names]}``, gives the stages only; a list
+            of names among the devices is a group.
         micro_batch: Samples per micro-batch, or ``auto``.
         schedule: ``gpipe``, ``1f1b`` or ``auto``.
+        merge: ``auto`` lets devices share a stage where that pays, ``never`` does not; or lists of devices,
+            each of which must share one.
         norm: What BatchNorm does with micro-batches: ``keep``, ``deferred``, ``sync``, ``group``, ``freeze``.
         loss_reduction: How the user's loss reduces over samples: ``mean`` or ``sum``.
         start_method: ``popen``, ``fork`` or ``spawn``; without effect under torchrun or SLURM.
@@ -96,6 +100,7 @@ class PipelineStrategy(Together):
         plan: Plan | dict[str, Any] | str | Path | None = None,
         micro_batch: int | str = "auto",
         schedule: str = "auto",
+        merge: str | Sequence[Sequence[str]] = "auto",
         norm: Norm = "keep",
         loss_reduction: str = "mean",
         start_method: str = "popen",
@@ -120,6 +125,7 @@ class PipelineStrategy(Together):
             module=module,
             micro_batch=read_micro_batch(micro_batch),
             schedule=schedule,
+            merge=read_merge(merge),
             norm=norm,
             loss_reduction=loss_reduction,
             start_method=start_method,

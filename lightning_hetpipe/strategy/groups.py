@@ -5,8 +5,7 @@ Sharing ──► ChannelStage or BatchStage, reductions, BatchNorm over the mem
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from itertools import permutations
+from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any
 
@@ -25,6 +24,7 @@ from lightning_hetpipe.stage.batchnorm import SharedBatchNorm, commit_all
 from lightning_hetpipe.stage.channel import ChannelStage
 from lightning_hetpipe.stage.layout import GroupCost
 from lightning_hetpipe.stage.norm import set_process_group
+from lightning_hetpipe.stage.shapes import samples_axis
 from lightning_hetpipe.strategy.partition import OwnerMap
 from lightning_hetpipe.tracing import TensorSpec, Traced
 from lightning_hetpipe.tracing.traced import batch_size, resized
@@ -73,7 +73,11 @@ def make_groups(plan: Plan, traced: Traced, example: Specs, keep_whole: set[str]
         return Groups(plan)
     n = batch_size(example)
     small, large = traced.shapes(example), traced.shapes(resized(example, 2 * n))
-    axes = {name: axis for name, spec in small.items() if (axis := _axis(spec, large[name], n)) is not None}
+    axes = {
+        name: axis
+        for name, spec in small.items()
+        if (axis := samples_axis(spec.shape, large[name].shape, n)) is not None
+    }
     fixed = {name for name, spec in small.items() if spec.shape == large[name].shape}
     groups = Groups(plan, axes)
     for route in plan.routes(traced.graph):
@@ -84,16 +88,9 @@ def make_groups(plan: Plan, traced: Traced, example: Specs, keep_whole: set[str]
         entering = traced.stage(plan.stages[index].start, plan.stages[index].stop, returns=False).input_names
         if not any(name in axes for name in entering):
             raise PlanError(f"{_label(plan, index)}: no value with samples enters it. Give it one device.")
-    layouts = {index: _layout(plan, index, traced, small, keep_whole) for index in groups.indices("channel")}
+    slices = traced.shapes(resized(example, plan.micro_batch))
+    layouts = {index: _layout(plan, index, traced, slices, keep_whole) for index in groups.indices("channel")}
     return Groups(plan, axes, layouts)
-
-
-def _axis(small: TensorSpec, large: TensorSpec, n: int) -> int | None:
-    """The one dimension that is as long as there are samples."""
-    other = [axis for axis, pair in enumerate(zip(small.shape, large.shape)) if pair[0] != pair[1]]
-    if len(other) == 1 and (small.shape[other[0]], large.shape[other[0]]) == (n, 2 * n):
-        return other[0]
-    return None
 
 
 def _check_value(plan: Plan, route: Route, name: str, *, fixed: bool, empty: bool) -> None:
@@ -142,13 +139,8 @@ def _layout(plan: Plan, index: int, traced: Traced, specs: Specs, keep_whole: se
 
 
 def _cost(plan: Plan, index: int) -> GroupCost:
-    """Collectives over the slowest link of the group; its speed is not known of a hand-written plan."""
     stage = plan.stages[index]
-    links = [plan.cluster.link(a, b) for a, b in permutations(stage.devices, 2)]
-    slowest = max(links, key=lambda link: link.transfer_s(1e6))
-    return GroupCost(
-        stage.shares, latency_s=slowest.latency_s, bandwidth_bytes_per_s=slowest.bandwidth_bytes_per_s
-    )
+    return GroupCost(stage.shares, **asdict(plan.pace(stage)))
 
 
 def _label(plan: Plan, index: int) -> str:

@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args
 from lightning_hetpipe.checks import is_number, is_whole, require
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import ClusterError, GraphError, PlanError, ProfileError
-from lightning_hetpipe.plans import Plan, read_plan_file
+from lightning_hetpipe.planner.groups import composite_name
+from lightning_hetpipe.plans import Merge, Plan, read_plan_file
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.schedule import SCHEDULES
 from lightning_hetpipe.shipped import conf_dir
@@ -30,14 +31,24 @@ class SplitByHand:
 
     Attributes:
         cuts: Names of the layers at which every stage but the first begins; None splits evenly by layers.
-        devices: Who holds the stages, in order; None for all, as the cluster lists them.
+        devices: Who holds the stages, in order, ``b+c`` for a group; None for all, as the cluster lists them.
+        teams: The groups among them.
     """
 
     cuts: tuple[str, ...] | None = None
     devices: tuple[str, ...] | None = None
+    teams: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """The devices one by one."""
+        if self.devices is None:
+            return None
+        members = {composite_name(team): team for team in self.teams}
+        return tuple(name for device in self.devices for name in members.get(device, (device,)))
 
     def __post_init__(self) -> None:
-        for kind, names in (("cuts", self.cuts), ("devices", self.devices)):
+        for kind, names in (("cuts", self.cuts), ("devices", self.names)):
             if names is not None and len(set(names)) < len(names):
                 raise PlanError(f"the plan's {kind} {', '.join(names)} name one twice: give each once")
         if self.cuts is not None and self.devices is not None and len(self.devices) != len(self.cuts) + 1:
@@ -57,6 +68,7 @@ class Options:
         split: The stages where they are given and the rest of the plan is not.
         micro_batch: None where the planner chooses.
         blocks: Name of a sequence of blocks, for modules that do not trace.
+        merge: Whether devices may share a stage, or the groups that must.
     """
 
     cluster: Cluster | None
@@ -73,6 +85,7 @@ class Options:
     timeout_s: float
     run_dir: Path | None
     blocks: str | None
+    merge: Merge = "auto"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -88,7 +101,13 @@ class Options:
         if self.plan is not None and self.profile is not None:
             _check_same_profile(self.plan, self.profile)
         if self.split is not None and self.cluster is not None:
-            for name in self.split.devices or ():
+            for name in self.split.names or ():
+                self.cluster.device(name)
+        if not isinstance(self.merge, str):
+            if self.plan is not None:
+                raise PlanError("merge= names groups, and plan= has its own: leave one of them out")
+            for name in (name for team in self.merge for name in team if self.cluster is not None):
+                assert self.cluster is not None
                 self.cluster.device(name)
 
     @property
@@ -166,8 +185,30 @@ def _read_split(data: Any) -> SplitByHand:
     for key, names in data.items():
         if isinstance(names, str) or not isinstance(names, Sequence):
             raise PlanError(f"{key} of the plan is {names!r}: give a list of names")
-    devices = data.get("devices")
-    return SplitByHand(tuple(map(str, data["cuts"])), None if devices is None else tuple(map(str, devices)))
+    cuts = tuple(map(str, data["cuts"]))
+    if data.get("devices") is None:
+        return SplitByHand(cuts)
+    held = [(each,) if isinstance(each, str) else tuple(map(str, each)) for each in data["devices"]]
+    return SplitByHand(
+        cuts, tuple(map(composite_name, held)), tuple(names for names in held if len(names) > 1)
+    )
+
+
+def read_merge(merge: str | Sequence[Sequence[str]]) -> Merge:
+    """Whether devices may share a stage, or the groups that must.
+
+    Raises:
+        PlanError: It is neither ``auto`` nor ``never`` nor lists of device names.
+    """
+    if merge == "auto":
+        return "auto"
+    if merge == "never":
+        return "never"
+    if isinstance(merge, str) or any(isinstance(team, str) for team in merge):
+        raise PlanError(
+            f"merge={merge!r} is unknown: say 'auto', 'never', or give a list of lists of device names"
+        )
+    return tuple(tuple(map(str, team)) for team in merge)
 
 
 def read_profile(profile: Profile | str | Path | None) -> Profile | None:

@@ -14,6 +14,7 @@ from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.memory import tune_allocator
 from lightning_hetpipe.engine.session import Engine
+from lightning_hetpipe.engine.shares import measuring_shares, sharing_of
 from lightning_hetpipe.engine.survey import tabulated_sizes
 from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.planner.search import make_plan
@@ -21,6 +22,7 @@ from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import DeviceProfile, Profile
 from lightning_hetpipe.profiling.cache import processor_name
 from lightning_hetpipe.profiling.device import profile_device
+from lightning_hetpipe.sharing import Sharing
 from lightning_hetpipe.stage.batchnorm import paused_statistics
 from lightning_hetpipe.strategy.capture import Captured
 from lightning_hetpipe.strategy.discovery import find_cluster
@@ -63,9 +65,15 @@ def choose_plan(
     if last is not None and (last.graph_fingerprint, last.batch_size) == (fingerprint, captured.batch_size):
         return last, None
     cluster = options.cluster or find_cluster(exchange, engine.device)
-    measure = partial(_measure, engine, exchange, traced, captured, context, cluster)
+    sharing = None
+    may_share = options.merge != "never" if options.split is None else bool(options.split.teams)
+    if options.profile is None and may_share:
+        args, kwargs = captured.arguments(torch.device("cpu"))
+        with context():
+            sharing = sharing_of(traced, traced.bind(args, kwargs), len(cluster.devices))
+    measure = partial(_measure, engine, exchange, traced, captured, context, cluster, sharing is not None)
     with MeasuringBar(shown=show_progress and exchange.leads) as bar:
-        profile = options.profile or _profile(engine, exchange, traced, cluster, measure, bar)
+        profile = options.profile or _profile(engine, exchange, traced, cluster, sharing, measure, bar)
     if profile.graph.fingerprint != fingerprint:
         raise PlanError(
             f"the profile is of another model (fingerprint {profile.graph.fingerprint}, this one has "
@@ -85,6 +93,7 @@ def _profile(
     exchange: Exchange,
     traced: Traced,
     cluster: Cluster,
+    sharing: Sharing | None,
     measure: Callable[[MeasuringBar], DeviceProfile],
     bar: MeasuringBar,
 ) -> Profile:
@@ -96,6 +105,7 @@ def _profile(
         devices,
         links=engine.measure_links(cluster),
         environment={"torch": torch.__version__, "processor": processor_name()},
+        sharing=sharing,
     )
 
 
@@ -106,6 +116,7 @@ def _measure(
     captured: Captured,
     context: Context,
     cluster: Cluster,
+    shares: bool,
     bar: MeasuringBar,
 ) -> DeviceProfile:
     """This rank's device; the whole module is on it meanwhile."""
@@ -120,16 +131,18 @@ def _measure(
         log.info("measuring %d layers on %d devices", len(traced.graph), len(cluster.devices))
     args, kwargs = captured.arguments(engine.device)
     traced.module.to(engine.device)
+    inputs = traced.bind(args, kwargs)
     with _training(traced.module), paused_statistics(traced.module):
         return profile_device(
             traced,
-            traced.bind(args, kwargs),
+            inputs,
             tabulated_sizes(captured.batch_size),
             device,
             section=Emulator(device).section,
             context=context,
             settings=f"allocator tuned: {tune_allocator()}",
             progress=advance,
+            shares=measuring_shares(traced, inputs, context) if shares else None,
         )
 
 
@@ -156,6 +169,7 @@ def _make(options: Options, profile: Profile, cluster: Cluster, batch_size: int)
         even="layers" if options.split is not None and options.split.cuts is None else False,
         cuts=None if options.split is None else options.split.cuts,
         device_order=None if options.split is None else options.split.devices,
+        merge=options.merge if options.split is None or not options.split.teams else options.split.teams,
         pinned_last=None if _is_movable(cluster) else cluster.devices[0].name,
     )
     # A process cannot become another machine: where devices are real, rank i stays device i.

@@ -9,7 +9,7 @@ all      keep own tensors, build own stage
 import gc
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from lightning_hetpipe.engine.runtime import SharedGradients
 from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.plans import Plan
+from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.schedule.action import Schedule
 from lightning_hetpipe.stage.norm import convert_norm, small_batch_advice
 from lightning_hetpipe.strategy import hooks, norms
@@ -87,18 +88,29 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     captured: Captured = run.exchange.lead(lambda: capture(stand_in))
     traced = _trace(run, pipelined, captured)
     context = run.precision.forward_context
-    plan, profile = choose_plan(
-        run.options,
-        run.engine,
-        run.exchange,
-        traced,
-        captured,
-        context,
-        plan,
-        show_progress=run.show_progress,
-    )
+
+    def choose(options: Options, last: Plan | None) -> tuple[Plan, Profile | None]:
+        return choose_plan(
+            options,
+            run.engine,
+            run.exchange,
+            traced,
+            captured,
+            context,
+            last,
+            show_progress=run.show_progress,
+        )
+
+    plan, profile = choose(run.options, plan)
     refuse_autocast_across_kinds(run.precision, plan.cluster)
-    groups = _groups(run, name, traced, plan, captured)
+    try:
+        groups = _groups(run, name, traced, plan, captured)
+    except PlanError as error:
+        if run.options.merge != "auto" or run.options.plan is not None or run.options.split is not None:
+            raise
+        rank_zero_info(f"the planner's groups cannot be: {error} Planning again with merge='never'.")
+        plan, profile = choose(replace(run.options, merge="never"), None)
+        groups = _groups(run, name, traced, plan, captured)
     _say(run, pipelined, groups)
     run.engine.cluster = plan.cluster
     run.engine.emulator = Emulator(plan.cluster.devices[run.exchange.rank])

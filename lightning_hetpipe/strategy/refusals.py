@@ -83,5 +83,5 @@ def refuse_optimizers(optimizers: list[Any], *, shared_by_channels: bool = False
                 raise UnsupportedError(
                     f"the optimizer {type(optimizer).__name__} cannot train weights that devices share by "
                     f"channels: {_WHOLE_TENSORS[kind.__name__]}. Use an elementwise one such as AdamW or "
-                    "SGD, or share the stages by samples."
+                    "SGD, share the stages by samples, or say merge='never'."
                 )

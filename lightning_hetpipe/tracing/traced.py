@@ -63,6 +63,9 @@ class Traced:
         self._nodes = nodes
         self._returns = returns
         self._groups = group(chain)
+        for layer, held in enumerate(self._groups):
+            for node in held:
+                node.meta["layer"] = layer
         self._crossing = make_values(nodes, self._groups, outputs)
         self._cache: dict[object, dict[str, TensorSpec]] = {}
         layers, self._uses = make_layers(root, Names(root), self._groups)
