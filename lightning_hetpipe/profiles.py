@@ -19,7 +19,7 @@ from lightning_hetpipe.cluster import Cluster, Link
 from lightning_hetpipe.errors import ProfileError
 from lightning_hetpipe.graph import Layer, LayerGraph, Value
 
-FORMAT = 1
+FORMAT = 2
 Array = npt.NDArray[np.float64]
 
 
@@ -33,7 +33,11 @@ class DeviceProfile:
         forward_s, backward_s: One row per layer, one column per size.
         spread: Relative half-width of the repeats (0.05 = 5 %), the median over layers.
         optimizer_s_per_byte: Seconds of the optimizer step per parameter byte.
-        peak_bytes: Bytes a layer needs beyond parameters and saved activations, per layer.
+        forward_peak_bytes, backward_peak_bytes: The most that a layer's forward or backward allocates on top
+            of what is there before it, gradients of its parameters included: one row per layer, ``(fixed,
+            per sample)``. Empty where it was not measured.
+        optimizer_peak: What a step of the optimizer allocates in passing: times the bytes of the largest
+            parameter, and times those of all parameters.
     """
 
     device: str
@@ -42,7 +46,9 @@ class DeviceProfile:
     backward_s: tuple[tuple[float, ...], ...]
     spread: float = 0.0
     optimizer_s_per_byte: float = 0.0
-    peak_bytes: tuple[float, ...] = ()
+    forward_peak_bytes: tuple[tuple[float, float], ...] = ()
+    backward_peak_bytes: tuple[tuple[float, float], ...] = ()
+    optimizer_peak: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         if not self.micro_batches or list(self.micro_batches) != sorted(set(self.micro_batches)):
@@ -142,7 +148,8 @@ class Profile:
         """A short hash of everything in it; a plan carries it to name what it was made from."""
         digest = hashlib.sha256()
         for device in self.devices:
-            digest.update(repr((device.device, device.micro_batches, device.peak_bytes)).encode())
+            digest.update(repr((device.device, device.micro_batches, device.optimizer_peak)).encode())
+            digest.update(repr((device.forward_peak_bytes, device.backward_peak_bytes)).encode())
             digest.update(repr((device.spread, device.optimizer_s_per_byte)).encode())
             for table in (device.forward_s, device.backward_s):
                 digest.update(np.asarray(table, dtype=float).tobytes())

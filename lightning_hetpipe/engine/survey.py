@@ -17,13 +17,13 @@ from torch.utils import _pytree as pytree
 
 from lightning_hetpipe.cluster import Cluster, Device
 from lightning_hetpipe.engine.emulate import Emulator
-from lightning_hetpipe.engine.memory import tune_allocator
 from lightning_hetpipe.engine.places import torch_device
 from lightning_hetpipe.errors import ProfileError
 from lightning_hetpipe.profiles import DeviceProfile, Profile
 from lightning_hetpipe.profiling.analytic import analytic_profile
 from lightning_hetpipe.profiling.cache import processor_name
-from lightning_hetpipe.profiling.device import profile_device
+from lightning_hetpipe.profiling.device import Optimizer, allocator_for, profile_device
+from lightning_hetpipe.profiling.memory import tune_allocator
 from lightning_hetpipe.tracing import Traced, trace
 
 Progress = Callable[[str, int, int], None]
@@ -36,6 +36,7 @@ def profile(
     *,
     origin: Literal["measured", "analytic"] = "measured",
     blocks: str | None = None,
+    optimizer: Optimizer | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Measures every layer of a module on every device of a cluster.
@@ -47,6 +48,7 @@ def profile(
         cluster: Devices of this host; emulated ones are measured at their speed.
         origin: ``analytic`` derives the figures from the devices' published peaks instead.
         blocks: Name of a sequence of blocks, for a module that does not trace.
+        optimizer: Class and settings of one whose step is timed and weighed too.
         progress: Called with (device name, parts done, parts in all).
 
     Returns:
@@ -67,7 +69,7 @@ def profile(
             f"cluster {cluster.name!r} has cuda devices and this machine has none: profile there, or say "
             "origin='analytic' (profile=analytic) where the cluster gives published figures"
         )
-    return _measure(module, args, blocks, sizes, cluster, progress)
+    return _measure(module, args, blocks, sizes, cluster, optimizer, progress)
 
 
 def tabulated_sizes(batch_size: int) -> tuple[int, ...]:
@@ -88,9 +90,9 @@ def _measure(
     blocks: str | None,
     sizes: tuple[int, ...],
     cluster: Cluster,
+    optimizer: Optimizer | None,
     progress: Progress | None,
 ) -> Profile:
-    settings = f"allocator tuned: {tune_allocator()}"
     measured: dict[object, DeviceProfile] = {}
     for place in dict.fromkeys(map(torch_device, cluster.devices)):
         there = module if place.type == "cpu" else copy.deepcopy(module).to(place)
@@ -99,7 +101,7 @@ def _measure(
         inputs = traced.bind(placed, {})
         for device in cluster.devices:
             if torch_device(device) == place and device.kind_key not in measured:
-                measured[device.kind_key] = _measure_one(traced, inputs, sizes, device, settings, progress)
+                measured[device.kind_key] = _measure_one(traced, inputs, sizes, device, optimizer, progress)
     devices = tuple(replace(measured[each.kind_key], device=each.name) for each in cluster.devices)
     environment = {"torch": torch.__version__, "processor": processor_name()}
     return Profile(traced.graph, devices, environment=environment)
@@ -110,7 +112,7 @@ def _measure_one(
     inputs: Mapping[str, Tensor],
     sizes: tuple[int, ...],
     device: Device,
-    settings: str,
+    optimizer: Optimizer | None,
     progress: Progress | None,
 ) -> DeviceProfile:
     threads = torch.get_num_threads()
@@ -122,8 +124,10 @@ def _measure_one(
             sizes,
             device,
             section=Emulator(device).section,
-            settings=settings,
+            optimizer=optimizer,
+            settings=allocator_for(device),
             progress=None if progress is None else partial(progress, device.name),
         )
     finally:
         torch.set_num_threads(threads)
+        tune_allocator()

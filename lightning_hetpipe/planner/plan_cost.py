@@ -5,7 +5,8 @@ from functools import cached_property
 
 from lightning_hetpipe.cluster import Link
 from lightning_hetpipe.graph import READER, LayerGraph
-from lightning_hetpipe.planner.cost import ADAM, LayerCosts, lower_bound_s
+from lightning_hetpipe.planner.cost import ADAM, LayerCosts, batch_bytes, is_copied, lower_bound_s
+from lightning_hetpipe.planner.memory import Share
 from lightning_hetpipe.plans import Plan, Stage
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.schedule import Action, Kind, Schedule
@@ -208,10 +209,11 @@ class PlanCost:
                     stage.start,
                     stage.stop,
                     held,
-                    sample_share=share,
-                    weight_share=share if stage.split == "channel" else 1.0,
+                    n_micro_batches=n_slices,
+                    copied=is_copied(self.plan.cluster),
+                    share=share_of(stage, share),
                 )
-        per_rank[0] += costs.input_bytes / costs.micro_batch * self.plan.batch_size
+        per_rank[0] += batch_bytes(costs, self.plan.batch_size)
         return tuple(round(size) for size in per_rank)
 
     def optimizer_s(self) -> float:
@@ -249,6 +251,11 @@ class PlanCost:
             bound = max(bound, before + total)
             before += seconds[stage] + (hops[stage] if stage < len(hops) else 0.0)
         return bound
+
+
+def share_of(stage: Stage, share: float) -> Share:
+    """What a device with this share of a stage holds of it."""
+    return Share(share, share if stage.split == "channel" else 1.0)
 
 
 def ring(ranks: Sequence[int]) -> list[tuple[int, int]]:

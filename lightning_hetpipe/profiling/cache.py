@@ -27,7 +27,7 @@ from lightning_hetpipe.errors import ProfileError
 from lightning_hetpipe.profiles import DeviceProfile, read_device
 
 DIRECTORY = "HETPIPE_CACHE_DIR"  # environment variable: where profiles are kept
-PROFILER = 2  # counts the ways of measuring; another one measures again
+PROFILER = 3  # counts the ways of measuring; another one measures again
 FORMAT = 1
 SAME_PACE = 0.15  # relative difference of reference_s within which a kept profile holds
 MAX_ENTRIES = 16

@@ -12,7 +12,6 @@ from torch import nn
 
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.engine.emulate import Emulator
-from lightning_hetpipe.engine.memory import tune_allocator
 from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.engine.survey import tabulated_sizes
 from lightning_hetpipe.errors import PlanError
@@ -20,7 +19,7 @@ from lightning_hetpipe.planner.search import make_plan
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import DeviceProfile, Profile
 from lightning_hetpipe.profiling.cache import processor_name
-from lightning_hetpipe.profiling.device import profile_device
+from lightning_hetpipe.profiling.device import Optimizer, allocator_for, profile_device
 from lightning_hetpipe.stage.batchnorm import paused_statistics
 from lightning_hetpipe.strategy.capture import Captured
 from lightning_hetpipe.strategy.discovery import find_cluster
@@ -41,12 +40,16 @@ def choose_plan(
     captured: Captured,
     context: Context,
     last: Plan | None,
+    optimizer: Optimizer | None,
+    optimizer_copies: float,
 ) -> Plan:
     """The plan of this run, equal on all ranks. Called on all ranks.
 
     Args:
         context: Entered around each forward, such as autocast.
         last: The plan of an earlier run of this strategy; used again for the same model and batch.
+        optimizer: The run's, to be measured; None where unknown.
+        optimizer_copies: State values that it keeps per parameter.
 
     Raises:
         PlanError: The user's plan belongs to another model.
@@ -59,14 +62,15 @@ def choose_plan(
     if last is not None and (last.graph_fingerprint, last.batch_size) == (fingerprint, captured.batch_size):
         return last
     cluster = options.cluster or find_cluster(exchange, engine.device)
-    measure = partial(_measure, engine, exchange, traced, captured, context, cluster)
+    measure = partial(_measure, engine, exchange, traced, captured, context, cluster, optimizer)
     profile = options.profile or _profile(engine, exchange, traced, cluster, measure)
     if profile.graph.fingerprint != fingerprint:
         raise PlanError(
             f"the profile is of another model (fingerprint {profile.graph.fingerprint}, this one has "
             f"{fingerprint}): measure again, or leave profile= out"
         )
-    text = exchange.lead(lambda: _make(options, profile, cluster, captured.batch_size).to_json())
+    make = partial(_make, options, profile, cluster, captured.batch_size, optimizer_copies)
+    text = exchange.lead(lambda: make().to_json())
     plan = Plan.from_json(text)
     if exchange.leads and options.run_dir is not None:
         options.run_dir.mkdir(parents=True, exist_ok=True)
@@ -94,6 +98,7 @@ def _measure(
     captured: Captured,
     context: Context,
     cluster: Cluster,
+    optimizer: Optimizer | None,
 ) -> DeviceProfile:
     """This rank's device; the whole module is on it meanwhile."""
     device = cluster.devices[exchange.rank]
@@ -109,7 +114,8 @@ def _measure(
             device,
             section=Emulator(device).section,
             context=context,
-            settings=f"allocator tuned: {tune_allocator()}",
+            optimizer=optimizer,
+            settings=allocator_for(device),
         )
 
 
@@ -126,7 +132,9 @@ def _training(module: nn.Module) -> Iterator[None]:
             each.training = mode
 
 
-def _make(options: Options, profile: Profile, cluster: Cluster, batch_size: int) -> Plan:
+def _make(
+    options: Options, profile: Profile, cluster: Cluster, batch_size: int, optimizer_copies: float
+) -> Plan:
     plan = make_plan(
         profile,
         cluster,
@@ -136,6 +144,7 @@ def _make(options: Options, profile: Profile, cluster: Cluster, batch_size: int)
         even="layers" if options.split is not None and options.split.cuts is None else False,
         cuts=None if options.split is None else options.split.cuts,
         device_order=None if options.split is None else options.split.devices,
+        optimizer_copies=optimizer_copies,
         pinned_last=None if _is_movable(cluster) else cluster.devices[0].name,
     )
     # A process cannot become another machine: where devices are real, rank i stays device i.
