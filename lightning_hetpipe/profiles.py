@@ -21,7 +21,7 @@ from lightning_hetpipe.errors import ProfileError
 from lightning_hetpipe.graph import READER, Layer, LayerGraph, Value
 from lightning_hetpipe.sharing import Sharing, read_sharing
 
-FORMAT = 1
+FORMAT = 2
 Origin = Literal["measured", "analytic"]
 Array = npt.NDArray[np.float64]
 
@@ -36,7 +36,11 @@ class DeviceProfile:
         forward_s, backward_s: One row per layer, one column per size.
         spread: Relative half-width of the repeats (0.05 = 5 %), the median over layers.
         optimizer_s_per_byte: Seconds of the optimizer step per parameter byte.
-        peak_bytes: Bytes a layer needs beyond parameters and saved activations, per layer.
+        forward_peak_bytes, backward_peak_bytes: The most that a layer's forward or backward allocates on top
+            of what is there before it, gradients of its parameters included: one row per layer, ``(fixed,
+            per sample)``. Empty where it was not measured.
+        optimizer_peak: What a step of the optimizer allocates in passing: times the bytes of the largest
+            parameter, and times those of all parameters.
         fractions: Measured fractions of the channels, descending, below 1.
         forward_factors, backward_factors: One row per layer, one column per fraction: seconds of what can be
             shared of the layer at that fraction, over its seconds on all channels.
@@ -48,7 +52,9 @@ class DeviceProfile:
     backward_s: tuple[tuple[float, ...], ...]
     spread: float = 0.0
     optimizer_s_per_byte: float = 0.0
-    peak_bytes: tuple[float, ...] = ()
+    forward_peak_bytes: tuple[tuple[float, float], ...] = ()
+    backward_peak_bytes: tuple[tuple[float, float], ...] = ()
+    optimizer_peak: tuple[float, float] = (0.0, 0.0)
     fractions: tuple[float, ...] = ()
     forward_factors: tuple[tuple[float, ...], ...] = ()
     backward_factors: tuple[tuple[float, ...], ...] = ()
@@ -72,7 +78,9 @@ class DeviceProfile:
             ("forward_s", self.forward_s),
             ("backward_s", self.backward_s),
             ("spread or optimizer_s_per_byte", rest),
-            ("peak_bytes", self.peak_bytes),
+            ("forward_peak_bytes", self.forward_peak_bytes),
+            ("backward_peak_bytes", self.backward_peak_bytes),
+            ("optimizer_peak", self.optimizer_peak),
             ("forward_factors", self.forward_factors),
             ("backward_factors", self.backward_factors),
         ):
@@ -222,7 +230,8 @@ class Profile:
         """A short hash of everything in it; a plan carries it to name what it was made from."""
         digest = hashlib.sha256()
         for device in self.devices:
-            digest.update(repr((device.device, device.micro_batches, device.peak_bytes)).encode())
+            digest.update(repr((device.device, device.micro_batches, device.optimizer_peak)).encode())
+            digest.update(repr((device.forward_peak_bytes, device.backward_peak_bytes)).encode())
             digest.update(repr((device.spread, device.optimizer_s_per_byte)).encode())
             digest.update(repr((device.fractions, device.forward_factors, device.backward_factors)).encode())
             for table in (device.forward_s, device.backward_s):

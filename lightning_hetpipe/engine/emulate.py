@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from lightning_hetpipe.cluster import Device, Link
-from lightning_hetpipe.engine.memory import status_bytes
+from lightning_hetpipe.profiling.memory import status_bytes
 from lightning_hetpipe.units import format_bytes
 
 Clock = Callable[[], float]
@@ -80,6 +80,11 @@ class Emulator:
             self._sleep(pause_s)
             self._overshoot_s += self._clock() - begun_s - pause_s
         self._overshoot_s = max(0.0, self._overshoot_s - paid_s)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether `limit_memory` is in force."""
+        return self._limited
 
     def limit_memory(self, held_bytes: int = 0) -> None:
         """Caps what this process may allocate on top of what it has (``RLIMIT_DATA``).

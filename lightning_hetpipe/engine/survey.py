@@ -18,14 +18,14 @@ from torch.utils import _pytree as pytree
 from lightning_hetpipe.checks import require
 from lightning_hetpipe.cluster import Cluster, Device
 from lightning_hetpipe.engine.emulate import Emulator
-from lightning_hetpipe.engine.memory import tune_allocator
 from lightning_hetpipe.engine.places import torch_device
 from lightning_hetpipe.engine.shares import measuring_shares, sharing_of
 from lightning_hetpipe.errors import ClusterError, GraphError, ProfileError
 from lightning_hetpipe.profiles import DeviceProfile, Origin, Profile
 from lightning_hetpipe.profiling.analytic import analytic_profile
 from lightning_hetpipe.profiling.cache import processor_name
-from lightning_hetpipe.profiling.device import profile_device
+from lightning_hetpipe.profiling.device import Optimizer, allocator_for, profile_device
+from lightning_hetpipe.profiling.memory import tune_allocator
 from lightning_hetpipe.tracing import Traced, trace
 
 Progress = Callable[[str, int, int], None]
@@ -39,6 +39,7 @@ def profile(
     origin: Origin = "measured",
     blocks: str | None = None,
     merge: bool = True,
+    optimizer: Optimizer | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Measures every layer of a module on every device of a cluster.
@@ -51,6 +52,7 @@ def profile(
         origin: ``analytic`` derives the figures from the devices' published peaks instead.
         blocks: Name of a sequence of blocks, for a module that does not trace.
         merge: Whether shares of layers are measured too, for plans in which devices share stages.
+        optimizer: Class and settings of one whose step is timed and weighed too.
         progress: Called with (device name, parts done, parts in all).
 
     Returns:
@@ -75,9 +77,8 @@ def profile(
             f"cluster {cluster.name!r} has cuda devices and this machine has none: profile there, or say "
             "origin='analytic' (profile=analytic) where the cluster gives published figures"
         )
-    return replace(
-        _measure(module, args, blocks, sizes, cluster, sharing is not None, progress), sharing=sharing
-    )
+    measured = _measure(module, args, blocks, sizes, cluster, optimizer, sharing is not None, progress)
+    return replace(measured, sharing=sharing)
 
 
 def tabulated_sizes(batch_size: int) -> tuple[int, ...]:
@@ -98,10 +99,10 @@ def _measure(
     blocks: str | None,
     sizes: tuple[int, ...],
     cluster: Cluster,
+    optimizer: Optimizer | None,
     shares: bool,
     progress: Progress | None,
 ) -> Profile:
-    settings = f"allocator tuned: {tune_allocator()}"
     measured: dict[object, DeviceProfile] = {}
     for place in dict.fromkeys(map(torch_device, cluster.devices)):
         there = module if place.type == "cpu" else copy.deepcopy(module).to(place)
@@ -111,7 +112,7 @@ def _measure(
         for device in cluster.devices:
             if torch_device(device) == place and device.kind_key not in measured:
                 measured[device.kind_key] = _measure_one(
-                    traced, inputs, sizes, device, settings, shares, progress
+                    traced, inputs, sizes, device, optimizer, shares, progress
                 )
     devices = tuple(replace(measured[each.kind_key], device=each.name) for each in cluster.devices)
     environment = {"torch": torch.__version__, "processor": processor_name()}
@@ -123,7 +124,7 @@ def _measure_one(
     inputs: Mapping[str, Tensor],
     sizes: tuple[int, ...],
     device: Device,
-    settings: str,
+    optimizer: Optimizer | None,
     shares: bool,
     progress: Progress | None,
 ) -> DeviceProfile:
@@ -136,9 +137,11 @@ def _measure_one(
             sizes,
             device,
             section=Emulator(device).section,
-            settings=settings,
+            optimizer=optimizer,
+            settings=allocator_for(device),
             shares=measuring_shares(traced, inputs) if shares else None,
             progress=None if progress is None else partial(progress, device.name),
         )
     finally:
         torch.set_num_threads(threads)
+        tune_allocator()

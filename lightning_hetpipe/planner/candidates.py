@@ -2,12 +2,21 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import InfeasibleError
 from lightning_hetpipe.planner.chain import Placement
-from lightning_hetpipe.planner.cost import LayerCosts, layer_costs, one_f_one_b_step_s, safe_k
+from lightning_hetpipe.planner.cost import (
+    LayerCosts,
+    batch_bytes,
+    is_copied,
+    layer_costs,
+    one_f_one_b_step_s,
+    safe_k,
+)
 from lightning_hetpipe.planner.groups import composite_name, refusal
+from lightning_hetpipe.planner.memory import Share
 from lightning_hetpipe.planner.microbatch import offered
 from lightning_hetpipe.planner.plan_cost import PlanCost, member_parts, schedule_of
 from lightning_hetpipe.planner.pools import Pools
@@ -184,35 +193,32 @@ def with_schedule(setting: Setting, plan: Plan, schedule: str) -> Plan | None:
 def fitting(setting: Setting, plan: Plan, wanted: Sequence[int]) -> tuple[int, ...] | None:
     """In-flight counts cut down to what memory allows, still falling along the stages; None if none do."""
     costs = setting.costs(plan.micro_batch)
+    n_slices = len(plan.slices(plan.batch_size))
     counts: list[int] = []
     for index, (stage, k) in enumerate(zip(plan.stages, wanted)):
         for name, share in zip(stage.devices, stage.shares):
             limit = setting.cluster.device(name).memory_bytes
             if limit is None:
                 continue
-            sample_share, weight_share = member_parts(setting.profile, plan, stage, share)
-            one, two = (
-                costs.memory_bytes(
-                    name, stage.start, stage.stop, n, sample_share=sample_share, weight_share=weight_share
-                )
-                for n in (1, 2)
-            )
-            spare = limit - one
             if index == len(plan.stages) - 1:
-                spare -= batch_bytes(costs, setting.batch_size)
-            if spare < 0:
+                limit -= round(batch_bytes(costs, setting.batch_size))
+            need = partial(
+                costs.memory_bytes,
+                name,
+                stage.start,
+                stage.stop,
+                n_micro_batches=n_slices,
+                copied=is_copied(setting.cluster),
+                share=Share(*member_parts(setting.profile, plan, stage, share)),
+            )
+            while k > 0 and need(k) > limit:
+                k -= 1
+            if k == 0:
                 return None
-            if two > one:
-                k = min(k, 1 + int(spare / (two - one)))
         counts.append(k)
         for earlier in range(index, 0, -1):
             counts[earlier] = min(counts[earlier], counts[earlier - 1])
     return tuple(counts)
-
-
-def batch_bytes(costs: LayerCosts, batch_size: int) -> float:
-    """What the reader's rank holds besides its stage: the inputs of the whole batch."""
-    return costs.input_bytes / costs.micro_batch * batch_size
 
 
 def finish(setting: Setting, plan: Plan, images_per_s_bound: float) -> Plan:

@@ -23,35 +23,52 @@ Depth = Literal["all", "safe", "shallow", "serial"]
 
 @dataclass(frozen=True)
 class MemoryTables:
-    """Bytes of a run ``start..stop`` with ``k`` micro-batches in flight.
+    """Bytes of a run ``start..stop`` with ``k`` of ``n`` micro-batches in flight.
 
-    ``weights[stop] - weights[start] + k (saved[stop] - saved[start] + out[stop]) + message_in[start]
-    + message_out[stop] + workspace[choice, start, stop]``
+    ``every`` if ``k >= n``, else ``max(fewer + k held, optimizer)``; see `planner.memory`.
 
     Attributes:
+        every, fewer, optimizer: ``[choices, layers + 1, layers + 1]``; what only the last stage holds is
+            part of them.
+        held: ``[layers + 1, layers + 1]``, per micro-batch in flight.
+        n_micro_batches: ``n``.
         limit: Per choice; infinite where unknown.
-        last_extra: What the last stage holds besides: the batch.
-        workspace: ``[choices, layers + 1, layers + 1]``, or None where no layer needs any.
+        grows: ``[layers + 1]``: about how the need of a run grows with its layers, as prefix sums.
+        crosses: ``[3, layers + 1]``: what a cut adds to the stages at its sides.
     """
 
-    weights: Array
-    saved: Array
-    out: Array
-    message_in: Array
-    message_out: Array
+    every: Array
+    fewer: Array
+    optimizer: Array
+    held: Array
+    n_micro_batches: int
     limit: Array
-    last_extra: float = 0.0
-    workspace: Array | None = None
+    grows: Array
+    crosses: Array
 
     def fits(self, choice: Ints, start: Ints, stop: Ints, k: Ints | int) -> Bools:
         """Whether each run fits; the arguments are broadcast together."""
-        need = self.weights[stop] - self.weights[start]
-        need = need + k * (self.saved[stop] - self.saved[start] + self.out[stop])
-        need = need + self.message_in[start] + self.message_out[stop]
-        if self.workspace is not None:
-            need = need + self.workspace[choice, start, stop]
-        need = need + np.where(stop == len(self.weights) - 1, self.last_extra, 0.0)
+        fewer = self.fewer[choice, start, stop] + k * self.held[start, stop]
+        need = np.where(
+            np.asarray(k) >= self.n_micro_batches,
+            self.every[choice, start, stop],
+            np.maximum(fewer, self.optimizer[choice, start, stop]),
+        )
         return np.asarray(need <= self.limit[choice])
+
+    def at(self, cuts: Ints) -> "MemoryTables":
+        """The tables of a chain that has these cuts only."""
+        pairs = np.ix_(cuts, cuts)
+        runs = np.ix_(np.arange(len(self.limit)), cuts, cuts)
+        return replace(
+            self,
+            every=self.every[runs],
+            fewer=self.fewer[runs],
+            optimizer=self.optimizer[runs],
+            held=self.held[pairs],
+            grows=self.grows[cuts],
+            crosses=self.crosses[:, cuts],
+        )
 
 
 @dataclass(frozen=True)

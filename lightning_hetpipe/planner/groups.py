@@ -134,7 +134,9 @@ def composite_profile(profile: Profile, cluster: Cluster, group: Stage, micro_ba
         tuple(map(tuple, np.column_stack(forward).tolist())),
         tuple(map(tuple, np.column_stack(backward).tolist())),
         optimizer_s_per_byte=first.optimizer_s_per_byte,
-        peak_bytes=first.peak_bytes,
+        forward_peak_bytes=first.forward_peak_bytes,
+        backward_peak_bytes=first.backward_peak_bytes,
+        optimizer_peak=first.optimizer_peak,
     )
 
 

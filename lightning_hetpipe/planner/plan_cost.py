@@ -6,7 +6,8 @@ from functools import cached_property
 from lightning_hetpipe.cluster import Link
 from lightning_hetpipe.graph import READER, LayerGraph
 from lightning_hetpipe.planner.channel import ChannelRun, channel_parts, channel_run
-from lightning_hetpipe.planner.cost import ADAM, layer_costs, lower_bound_s
+from lightning_hetpipe.planner.cost import ADAM, batch_bytes, is_copied, layer_costs, lower_bound_s
+from lightning_hetpipe.planner.memory import Share
 from lightning_hetpipe.plans import Plan, Stage
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.schedule import Action, Kind, Schedule
@@ -240,16 +241,16 @@ class PlanCost:
         for stage, ranks, k in zip(self.plan.stages, self.plan.ranks_of_stage, self.plan.in_flight):
             held = n_slices if self.plan.schedule == "gpipe" else min(k, n_slices)
             for rank, share in zip(ranks, stage.shares):
-                sample_share, weight_share = member_parts(self.profile, self.plan, stage, share)
                 per_rank[rank] = costs.memory_bytes(
                     self._names[rank],
                     stage.start,
                     stage.stop,
                     held,
-                    sample_share=sample_share,
-                    weight_share=weight_share,
+                    n_micro_batches=n_slices,
+                    copied=is_copied(self.plan.cluster),
+                    share=Share(*member_parts(self.profile, self.plan, stage, share)),
                 )
-        per_rank[0] += costs.input_bytes / costs.micro_batch * self.plan.batch_size
+        per_rank[0] += batch_bytes(costs, self.plan.batch_size)
         return tuple(round(size) for size in per_rank)
 
     def optimizer_s(self) -> float:

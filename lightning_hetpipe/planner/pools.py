@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_hetpipe.cluster import ANY, Cluster, Device, Link
 from lightning_hetpipe.planner.chain import Array, Chain, Depth, MemoryTables
-from lightning_hetpipe.planner.cost import LayerCosts
+from lightning_hetpipe.planner.cost import LayerCosts, batch_bytes, is_copied
 from lightning_hetpipe.profiles import Profile
 
 MAX_POOLS = 24  # more (many hosts, each pair with its own link) are put together by kind of device
@@ -52,7 +52,9 @@ def make_pools(profile: Profile, cluster: Cluster, *, pinned_last: str | None = 
             measured.micro_batches,
             measured.forward_s,
             measured.backward_s,
-            measured.peak_bytes,
+            measured.forward_peak_bytes,
+            measured.backward_peak_bytes,
+            measured.optimizer_peak,
             device.name == pinned_last,
             place if by_link else ANY,
         )
@@ -172,33 +174,22 @@ def _memory(
     limits = [cluster.device(name).memory_bytes for name in firsts]
     if all(limit is None for limit in limits):
         return None
-    tables = MemoryTables(
-        weights=costs.parameter_bytes * (2 + costs.optimizer_copies),
-        saved=costs.saved_bytes,
-        out=costs.forward_bytes,
-        message_in=costs.forward_bytes + costs.backward_bytes,
-        message_out=costs.backward_bytes,
-        limit=np.array([np.inf if limit is None else float(limit) for limit in limits]),
-        last_extra=costs.input_bytes / costs.micro_batch * batch_size,
-        workspace=_workspace(costs, firsts),
+    copied = is_copied(cluster)
+    held = costs.activations.held_table(copied)
+    every, fewer, optimizer = map(
+        np.stack, zip(*(costs.memory(name).tables(m, copied=copied) for name in firsts))
     )
-    n_layers = len(costs.graph)
-    widest = m * (tables.saved[-1] + tables.out.max()) + tables.message_in.max() + tables.message_out.max()
-    most = tables.weights[-1] + widest + tables.last_extra
-    if tables.workspace is not None:
-        most += tables.workspace[:, 0, n_layers].max()
-    return None if most <= tables.limit.min() else tables
-
-
-def _workspace(costs: LayerCosts, firsts: Sequence[str]) -> Array | None:
-    """``[choices, start, stop]``: the running maximum of the layers' passing needs."""
-    peaks = [costs.profile.device(name).peak_bytes for name in firsts]
-    if not any(map(any, peaks)):
-        return None
-    n_layers = len(costs.graph)
-    table = np.zeros((len(firsts), n_layers + 1, n_layers + 1))
-    for choice, peak in enumerate(peaks):
-        if peak:
-            for start in range(n_layers):
-                table[choice, start, start + 1 :] = np.maximum.accumulate(peak[start:])
-    return table
+    for table in (every, fewer, optimizer):
+        table[:, :, -1] += batch_bytes(costs, batch_size)
+    tables = MemoryTables(
+        every=every,
+        fewer=fewer,
+        optimizer=optimizer,
+        held=held,
+        n_micro_batches=m,
+        limit=np.array([np.inf if limit is None else float(limit) for limit in limits]),
+        grows=costs.parameter_bytes * (2 + costs.optimizer_copies) + m * costs.activations.sums,
+        crosses=np.stack([costs.forward_bytes, costs.backward_bytes, costs.activations.waiting]),
+    )
+    limit = tables.limit[:, None, None]
+    return None if (np.maximum(every, fewer + m * held) <= limit).all() else tables

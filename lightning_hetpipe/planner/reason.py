@@ -6,7 +6,8 @@ import numpy as np
 
 from lightning_hetpipe.errors import InfeasibleError
 from lightning_hetpipe.planner.baselines import Baseline
-from lightning_hetpipe.planner.candidates import Candidate, Setting, batch_bytes
+from lightning_hetpipe.planner.candidates import Candidate, Setting
+from lightning_hetpipe.planner.cost import batch_bytes
 from lightning_hetpipe.planner.plan_cost import PlanCost
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.units import format_bytes

@@ -14,7 +14,9 @@ from lightning_hetpipe.cluster import Device
 from lightning_hetpipe.profiles import DeviceProfile
 from lightning_hetpipe.profiling.cache import ProfileKey, cached_device_profile, processor_name
 from lightning_hetpipe.profiling.measure import measure_device
+from lightning_hetpipe.profiling.memory import tune_allocator
 from lightning_hetpipe.profiling.reference import optimizer_s_per_byte, reference_seconds
+from lightning_hetpipe.profiling.weigh import weigh_optimizer
 from lightning_hetpipe.tracing import Traced, signature_of
 
 Section = Callable[[], AbstractContextManager[Any]]
@@ -52,7 +54,7 @@ def profile_device(
         device: The device that this process stands for now.
         section: Encloses all computing (emulation).
         context: Entered around each forward, such as autocast.
-        optimizer: Its step is timed too; None leaves ``optimizer_s_per_byte`` at 0.
+        optimizer: Its step is timed and weighed too; None leaves ``optimizer_s_per_byte`` at 0.
         settings: What else changes the speed of this process, as part of the key.
         shares: Adds what fractions of the channels take to a profile that took so many seconds; None leaves
             that out.
@@ -75,7 +77,8 @@ def profile_device(
         cost = optimizer_s_per_byte(
             optimizer.make, optimizer.settings, device=place, dtype=dtype, section=section
         )
-        return replace(profile, optimizer_s_per_byte=cost)
+        needs = weigh_optimizer(optimizer.make, optimizer.settings, place, dtype)
+        return replace(profile, optimizer_s_per_byte=cost, optimizer_peak=(needs.of_largest, needs.of_all))
 
     key = ProfileKey(
         graph=traced.graph.fingerprint,
@@ -89,6 +92,12 @@ def profile_device(
         settings=f"{settings}; {'whole layers' if shares is None else 'shares too'}; {_mode(traced)}",
     )
     return cached_device_profile(key, measure, directory, reference=lambda: reference_seconds(place, section))
+
+
+def allocator_for(device: Device) -> str:
+    """Tunes the allocator as for a rank on this device, and says how: a part of ``settings``."""
+    limited = device.emulation is not None and device.emulation.memory_bytes is not None
+    return f"allocator tuned: {tune_allocator(mapped=limited)}, mapped: {limited}"
 
 
 def _precision(place: torch.device, context: Section) -> str:

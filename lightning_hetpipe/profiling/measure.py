@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import ProfileError
 from lightning_hetpipe.profiles import DeviceProfile
+from lightning_hetpipe.profiling.weigh import Weights, through, weigh
 from lightning_hetpipe.tracing import StageModule, Traced
 
 _REPEATS = (2, 5)
@@ -80,6 +81,7 @@ def measure_device(
     layers = [traced.stage(layer, layer + 1, place) for layer in range(n_layers)]
     columns: dict[int, Times] = {}
     spreads: list[float] = []
+    weights: dict[int, Weights] = {}
     began_s = time.perf_counter()
     with unchanged(traced.module, inputs):
         for size in _in_order(sizes, lambda: budget_s - (time.perf_counter() - began_s)):
@@ -92,6 +94,8 @@ def measure_device(
             together, _ = _repeat(runs, batch, context, now_s + 2 * half_s)
             if size == sizes[0]:
                 smallest, warm, first_starts = (runs, batch), together, starts
+            if len(weights) < 2:
+                weights[size] = weigh(layers, batch, context)
             columns[size] = (
                 _scaled(apart[0], together[0], starts),
                 _scaled(apart[1], together[1], starts),
@@ -101,12 +105,16 @@ def measure_device(
     report(len(sizes), len(sizes))
     measured = sorted(columns)
     extra = [_cold_extra(columns[sizes[0]][way], warm[way], cold[way], first_starts) for way in (0, 1)]
+    parameters = [float(layer.parameter_bytes) for layer in traced.graph.layers]
+    forward_peak, backward_peak = through([*weights.values()], [*weights], parameters)
     return DeviceProfile(
         device=device,
         micro_batches=tuple(measured),
         forward_s=_table([columns[size][0] for size in measured], extra[0], pace),
         backward_s=_table([columns[size][1] for size in measured], extra[1], pace),
         spread=statistics.median(spreads),
+        forward_peak_bytes=forward_peak,
+        backward_peak_bytes=backward_peak,
     )
 
 

@@ -333,6 +333,8 @@ class PipelineStrategy(Together):
             engine=self._engine,
             exchange=self.exchange,
             group=self._group,
+            trains=trainer.state.fn == "fit",
+            gradient_copies=int(trainer.accumulate_grad_batches > 1),
             is_overridden=self._is_overridden,
             show_progress=has_bar(trainer),
         )

@@ -12,7 +12,6 @@ from torch import nn
 
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.engine.emulate import Emulator
-from lightning_hetpipe.engine.memory import tune_allocator
 from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.engine.shares import measuring_shares, sharing_of
 from lightning_hetpipe.engine.survey import tabulated_sizes
@@ -21,7 +20,7 @@ from lightning_hetpipe.planner.search import make_plan
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import DeviceProfile, Profile
 from lightning_hetpipe.profiling.cache import processor_name
-from lightning_hetpipe.profiling.device import profile_device
+from lightning_hetpipe.profiling.device import Optimizer, allocator_for, profile_device
 from lightning_hetpipe.sharing import Sharing
 from lightning_hetpipe.stage.batchnorm import paused_statistics
 from lightning_hetpipe.strategy.capture import Captured
@@ -44,6 +43,8 @@ def choose_plan(
     captured: Captured,
     context: Context,
     last: Plan | None,
+    optimizer: Optimizer | None,
+    optimizer_copies: float,
     *,
     show_progress: bool,
 ) -> tuple[Plan, Profile | None]:
@@ -52,6 +53,8 @@ def choose_plan(
     Args:
         context: Entered around each forward, such as autocast.
         last: The plan of an earlier run of this strategy; used again for the same model and batch.
+        optimizer: The run's, to be measured; None where unknown.
+        optimizer_copies: State values that it keeps per parameter.
         show_progress: Whether rank 0 draws a bar while devices and links are measured.
 
     Raises:
@@ -71,7 +74,9 @@ def choose_plan(
         args, kwargs = captured.arguments(torch.device("cpu"))
         with context():
             sharing = sharing_of(traced, traced.bind(args, kwargs), len(cluster.devices))
-    measure = partial(_measure, engine, exchange, traced, captured, context, cluster, sharing is not None)
+    measure = partial(
+        _measure, engine, exchange, traced, captured, context, cluster, optimizer, sharing is not None
+    )
     with MeasuringBar(shown=show_progress and exchange.leads) as bar:
         profile = options.profile or _profile(engine, exchange, traced, cluster, sharing, measure, bar)
     if profile.graph.fingerprint != fingerprint:
@@ -79,7 +84,8 @@ def choose_plan(
             f"the profile is of another model (fingerprint {profile.graph.fingerprint}, this one has "
             f"{fingerprint}): measure again, or leave profile= out"
         )
-    text = exchange.lead(lambda: _make(options, profile, cluster, captured.batch_size).to_json())
+    make = partial(_make, options, profile, cluster, captured.batch_size, optimizer_copies)
+    text = exchange.lead(lambda: make().to_json())
     plan = Plan.from_json(text)
     if exchange.leads and options.run_dir is not None:
         options.run_dir.mkdir(parents=True, exist_ok=True)
@@ -116,6 +122,7 @@ def _measure(
     captured: Captured,
     context: Context,
     cluster: Cluster,
+    optimizer: Optimizer | None,
     shares: bool,
     bar: MeasuringBar,
 ) -> DeviceProfile:
@@ -140,7 +147,8 @@ def _measure(
             device,
             section=Emulator(device).section,
             context=context,
-            settings=f"allocator tuned: {tune_allocator()}",
+            optimizer=optimizer,
+            settings=allocator_for(device),
             progress=advance,
             shares=measuring_shares(traced, inputs, context) if shares else None,
         )
@@ -159,7 +167,9 @@ def _training(module: nn.Module) -> Iterator[None]:
             each.training = mode
 
 
-def _make(options: Options, profile: Profile, cluster: Cluster, batch_size: int) -> Plan:
+def _make(
+    options: Options, profile: Profile, cluster: Cluster, batch_size: int, optimizer_copies: float
+) -> Plan:
     plan = make_plan(
         profile,
         cluster,
@@ -170,6 +180,7 @@ def _make(options: Options, profile: Profile, cluster: Cluster, batch_size: int)
         cuts=None if options.split is None else options.split.cuts,
         device_order=None if options.split is None else options.split.devices,
         merge=options.merge if options.split is None or not options.split.teams else options.split.teams,
+        optimizer_copies=optimizer_copies,
         pinned_last=None if _is_movable(cluster) else cluster.devices[0].name,
     )
     # A process cannot become another machine: where devices are real, rank i stays device i.

@@ -30,6 +30,7 @@ from lightning_hetpipe.strategy.devices import refuse_autocast_across_kinds
 from lightning_hetpipe.strategy.exchange import Exchange
 from lightning_hetpipe.strategy.groups import Groups, OwnPart, build, make_groups
 from lightning_hetpipe.strategy.mirror import keep_local
+from lightning_hetpipe.strategy.optimizer import optimizer_of, state_copies
 from lightning_hetpipe.strategy.options import Options
 from lightning_hetpipe.strategy.partition import (
     OwnerMap,
@@ -60,6 +61,8 @@ class Run:
         precision: The Trainer's precision plugin.
         group: All ranks, for what the weights need; None where there is one rank.
         show_progress: Whether measuring draws a bar.
+        trains: Whether an optimizer will be made.
+        gradient_copies: 1 where the gradients of earlier batches stand beside those that are made; else 0.
     """
 
     module: Any
@@ -69,6 +72,8 @@ class Run:
     engine: Engine
     exchange: Exchange
     group: Any
+    trains: bool
+    gradient_copies: int
     is_overridden: Callable[[str, Any], bool]
     show_progress: bool
 
@@ -88,6 +93,8 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     captured: Captured = run.exchange.lead(lambda: capture(stand_in))
     traced = _trace(run, pipelined, captured)
     context = run.precision.forward_context
+    optimizer = optimizer_of(run.module) if run.trains else None
+    copies = state_copies(optimizer, run.engine.device) + run.gradient_copies
 
     def choose(options: Options, last: Plan | None) -> tuple[Plan, Profile | None]:
         return choose_plan(
@@ -98,6 +105,8 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
             captured,
             context,
             last,
+            optimizer,
+            copies,
             show_progress=run.show_progress,
         )
 
@@ -115,8 +124,8 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     run.engine.cluster = plan.cluster
     run.engine.emulator = Emulator(plan.cluster.devices[run.exchange.rank])
     owners = _owners(run.module, name, traced, groups)
-    copies = list(copies_of(run.module, run.callbacks))
-    for each in (run.module, *copies):
+    modules = (run.module, *copies_of(run.module, run.callbacks))
+    for each in modules:
         partition(each, owners, run.exchange.rank, run.group, run.engine.device)
         cut(each, owners, run.exchange.rank)
     gc.collect()  # weights that went to other ranks are still in reference cycles
@@ -137,7 +146,7 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
             convert_norm(pipelined, "keep")
         run.engine.emulator.lift_memory_limit()
         if whole:
-            for each in (run.module, *copies):
+            for each in modules:
                 join(each, owners, run.exchange.rank, run.group)
                 gather(each, owners, run.exchange.rank, run.group)
 

@@ -19,6 +19,7 @@ from lightning_hetpipe.tracing.layers import (
     Names,
     fingerprint_text,
     group,
+    keepers,
     make_layers,
     make_values,
     tied_layers,
@@ -70,13 +71,14 @@ class Traced:
         self._cache: dict[object, dict[str, TensorSpec]] = {}
         layers, self._uses = make_layers(root, Names(root), self._groups)
         n_samples = batch_size(example)
+        self._crossing, saved = keepers(self._crossing, self._groups, chain)
         layers = [
             replace(
                 layer,
                 flops_per_sample=sum(map(chain.seen.flops.__getitem__, nodes)) / n_samples,
-                saved_bytes_per_sample=sum(map(chain.seen.saved_bytes.__getitem__, nodes)) / n_samples,
+                saved_bytes_per_sample=kept / n_samples,
             )
-            for layer, nodes in zip(layers, self._groups)
+            for layer, nodes, kept in zip(layers, self._groups, saved)
         ]
         self.graph = LayerGraph(
             layers=tuple(layers),
