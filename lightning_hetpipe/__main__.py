@@ -13,21 +13,33 @@ from pathlib import Path
 from typing import Any, Literal
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import Progress
 
 import lightning_hetpipe as hp
 from lightning_hetpipe.cluster import Cluster
-from lightning_hetpipe.errors import HetPipeError
+from lightning_hetpipe.errors import HetPipeError, PlanError
+from lightning_hetpipe.planner.largest import largest_batch
 from lightning_hetpipe.plans import Alternative, Plan
 from lightning_hetpipe.profiles import Profile
-from lightning_hetpipe.report import comparison_table, measured_table, plan_table, profile_table, show
+from lightning_hetpipe.report import (
+    comparison_table,
+    largest_table,
+    measured_table,
+    plan_table,
+    profile_table,
+    show,
+)
+from lightning_hetpipe.report.sweep import CHOICE
 from lightning_hetpipe.shipped import conf_dir
 from lightning_hetpipe.timeline import gantts
 
 Figures = dict[str, float]
+_MEASURED = 64  # samples of the batch that is measured when the largest one is asked for
 
 
 def main() -> None:
@@ -63,21 +75,47 @@ def profile_command(config: DictConfig) -> Figures:
 
 def plan_command(config: DictConfig) -> Figures:
     """Cuts the model, and says why there."""
+    if config.batch_size == "max" and config.plan is None:
+        return _largest(config)
     plan, profile = _plan(config)
     assert plan.prediction is not None
-    bound = plan.prediction.images_per_s_bound
-    others = comparison_table(plan.alternatives, bound=bound)
+    others = comparison_table(plan.alternatives, bound=plan.prediction.images_per_s_bound)
     _show(config, plan.to_json(), lambda: [plan_table(plan), others, *_origin(profile)])
-    return {
-        "micro_batch": plan.micro_batch,
+    figures: Figures = {"micro_batch": plan.micro_batch}
+    if HydraConfig.get().mode == RunMode.MULTIRUN and config.plan is None:
+        figures[CHOICE] = _make(
+            config, profile, plan.cluster, micro_batch="auto", baselines=False
+        ).micro_batch
+    return figures | {
         "stages": len(plan.stages),
         "images_per_s": plan.prediction.images_per_s,
         "step_s": plan.prediction.step_s,
     }
 
 
+def _largest(config: DictConfig) -> Figures:
+    """The plan of the largest batch, beside the largest of plain GPipe on an even split."""
+    cluster = _cluster(config)
+    found = largest_batch(
+        _profile(config, cluster),
+        cluster,
+        micro_batch=config.micro_batch,
+        schedule=config.schedule,
+        optimizer_copies=config.optimizer_copies,
+    )
+    _show(
+        config, found.plan.to_json(), lambda: [plan_table(found.plan), largest_table(found.plan, found.even)]
+    )
+    figures = {"batch_size": float(found.plan.batch_size), "micro_batch": float(found.plan.micro_batch)}
+    if found.even is None or found.gain is None:
+        return figures
+    return figures | {"batch_size_even": float(found.even.batch_size), "gain": found.gain}
+
+
 def compare_command(config: DictConfig) -> Figures:
     """Puts the plan beside every alternative."""
+    if config.batch_size == "max":
+        raise PlanError("batch_size=max is a question for `hetpipe plan`: give compare a number")
     cluster = _cluster(config)
     profile = _profile(config, cluster)
     rows: list[Alternative] = list(
@@ -165,7 +203,8 @@ def _profile(config: DictConfig, cluster: Cluster) -> Profile:
         return Profile.load(config.profile)
     import torch
 
-    example = tuple(torch.randn(int(config.batch_size), *shape) for shape in _shapes(config))
+    n_samples = _MEASURED if config.batch_size == "max" else int(config.batch_size)
+    example = tuple(torch.randn(n_samples, *shape) for shape in _shapes(config))
     origin: Literal["measured", "analytic"] = "measured" if config.profile == "auto" else "analytic"
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("measuring")
@@ -183,16 +222,19 @@ def _plan(config: DictConfig) -> tuple[Plan, Profile]:
         return plan, _profile(config, plan.cluster)
     cluster = _cluster(config)
     profile = _profile(config, cluster)
-    plan = hp.plan(
+    return _make(config, profile, cluster, micro_batch=config.micro_batch), profile
+
+
+def _make(config: DictConfig, profile: Profile, cluster: Cluster, **options: Any) -> Plan:
+    return hp.plan(
         profile,
         cluster,
         config.batch_size,
-        micro_batch=config.micro_batch,
         schedule=config.schedule,
         merge=_merge(config),
         optimizer_copies=config.optimizer_copies,
+        **options,
     )
-    return plan, profile
 
 
 def _origin(profile: Profile) -> list[str]:

@@ -41,6 +41,7 @@ class PipelineStatsMonitor(Callback):
         self.tolerance, self.warm_up_steps = tolerance, warm_up_steps
         self._warned = False
         self._begins_s: list[float] = []
+        self._plan: Plan | None = None
         self._warm_up_left = 0
 
     @override
@@ -69,6 +70,10 @@ class PipelineStatsMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         plan: Plan | None = getattr(trainer.strategy, "plan", None)
+        if plan is not self._plan:
+            if self._plan is not None:  # refined: the steps so far were trials
+                self._begins_s = []
+            self._plan = plan
         if plan is None or len(self._begins_s) < 2:
             return
         figures = _figures(plan, getattr(trainer.strategy, "timeline", None), self._step_s())

@@ -97,7 +97,7 @@ class Plan:
         layer_names: Names of all layers, so that a reader sees what the cuts mean.
         stages: In order of execution.
         batch_size: Samples of a full batch.
-        micro_batch: Samples per micro-batch; the last one of a batch may be smaller.
+        micro_batch: Samples per micro-batch; the last ones of a batch may be smaller.
         schedule: ``gpipe`` or ``1f1b``.
         in_flight: Micro-batches that each stage may hold between forward and backward.
         graph_fingerprint: The model it was made for.
@@ -178,7 +178,7 @@ class Plan:
         return Pace(FAST_WORK_PER_S, slowest.latency_s, slowest.bandwidth_bytes_per_s)
 
     def slices(self, n_samples: int) -> tuple[int, ...]:
-        """Micro-batch sizes of a batch of ``n_samples``: all equal, but the last may be smaller."""
+        """Micro-batch sizes of a batch of ``n_samples``; see `micro_batch_sizes`."""
         return micro_batch_sizes(n_samples, self.micro_batch)
 
     def routes(self, graph: LayerGraph) -> tuple[Route, ...]:
@@ -334,13 +334,19 @@ def _row(plan: Plan, index: int) -> tuple[str, ...]:
 
 
 def micro_batch_sizes(n_samples: int, micro_batch: int) -> tuple[int, ...]:
-    """Slices of so many samples; the last one may be smaller.
+    """Slices of so many samples; the last one may be smaller, but is no single sample.
 
-    >>> micro_batch_sizes(20, 8)
-    (8, 8, 4)
+    BatchNorm refuses a slice that has one value per channel, and one sample makes poor statistics. So a
+    last sample shares with the slice before it; only slices of 2 grow by that.
+
+    >>> micro_batch_sizes(20, 8), micro_batch_sizes(17, 8), micro_batch_sizes(5, 2)
+    ((8, 8, 4), (8, 5, 4), (2, 3))
     """
     full, rest = divmod(n_samples, micro_batch)
-    return (micro_batch,) * full + ((rest,) if rest else ())
+    if rest != 1 or not full:
+        return (micro_batch,) * full + ((rest,) if rest else ())
+    shared = (micro_batch + 2) // 2, (micro_batch + 1) // 2
+    return (micro_batch,) * (full - 1) + (shared if shared[1] > 1 else (sum(shared),))
 
 
 def read_plan_file(path: str | Path) -> Any:

@@ -43,20 +43,28 @@ def train(config: DictConfig, module: L.LightningModule) -> dict[str, float]:
         logger=False,
     )
     trainer.fit(module, hydra.utils.instantiate(config.data))
-    return keep(trainer, run_dir)
+    return keep(trainer, run_dir, config.schedule)
 
 
-def keep(trainer: L.Trainer, run_dir: Path) -> dict[str, float]:
+def keep(trainer: L.Trainer, run_dir: Path, schedule: str) -> dict[str, float]:
     """Prints predicted beside measured, writes the run's files, and returns its main numbers."""
     plan, measured = trainer.strategy.plan, trainer.strategy.timeline
-    predicted = hp.simulate(plan, trainer.strategy.profile)
+    profile = trainer.strategy.profile
+    predicted = hp.simulate(plan, profile)
     show(gantts([predicted, measured]), measured_table(plan, predicted, measured))
+    ranks = [rank for ranks in plan.ranks_of_stage for rank in ranks]
+    auto = hp.plan(profile, plan.cluster, plan.batch_size, schedule=schedule, baselines=False)
     figures = {
+        "micro_batch": plan.micro_batch,
+        "micro_batch_auto": auto.micro_batch,  # before it is refined by measurements
         "val_acc": float(trainer.callback_metrics["val_acc"]),
         "images_per_s": float(trainer.callback_metrics["hetpipe/images_per_s"]),
+        "images_per_s_predicted": plan.prediction.images_per_s,
         "step_s_measured": float(trainer.callback_metrics["hetpipe/step_s"]),
         "step_s_predicted": plan.prediction.step_s,
         "images_per_s_bound": plan.prediction.images_per_s_bound,
+        "bubble": 1 - sum(measured.busy[rank] for rank in ranks) / len(ranks),
+        "memory_mib": max(measured.peak_memory_bytes) / 2**20,
     }
     (run_dir / "timeline.json").write_text(json.dumps(chrome_trace([predicted, measured])), encoding="utf-8")
     save_gantt([predicted, measured], run_dir / "gantt.png", [d.name for d in plan.cluster.devices])

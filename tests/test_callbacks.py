@@ -70,3 +70,19 @@ def test_the_monitor_warns_once_when_the_prediction_is_off_by_more_than_a_quarte
 
 def test_the_monitor_is_silent_under_other_strategies(monkeypatch):
     assert epoch(PipelineStatsMonitor(), types.SimpleNamespace(), monkeypatch, 1.0) == {}
+
+
+def test_the_steps_before_a_plan_was_refined_do_not_count(monkeypatch):
+    strategy = types.SimpleNamespace(plan=plan(1.0), timeline=None)
+    monitor = PipelineStatsMonitor()
+    assert epoch(monitor, strategy, monkeypatch, 1.0)["hetpipe/step_s"] == 1.0
+    clock = iter([0.0, 7.0, 14.0, 16.0, 18.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    trainer, module = types.SimpleNamespace(strategy=strategy, is_global_zero=True), Module()
+    monitor.on_train_epoch_start(trainer, module)
+    for index in range(5):
+        monitor.on_train_batch_start(trainer, module, None, index)
+        if index == 1:
+            strategy.plan = plan(2.0)
+        monitor.on_train_batch_end(trainer, module, None, None, index)
+    assert module.logged["hetpipe/step_s"] == 2.0

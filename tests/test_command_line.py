@@ -105,6 +105,38 @@ def test_plan_shows_its_stages_what_it_rejected_and_why(hetpipe, profile):
         assert word in shown
 
 
+def test_the_largest_batch_is_told_beside_that_of_gpipe_on_an_even_split(hetpipe, profile):
+    words = ("cluster=mixed3", f"profile={profile}", "batch_size=max")
+    code, shown, errors = hetpipe("plan", *words)
+    assert code == 0, errors
+    table = shown[shown.rindex("Largest batch") :]
+    assert "gpipe, even split" in table
+    assert "this plan: +" in table
+    code, shown, _ = hetpipe("plan", *words, "format=json")
+    plan = Plan.from_json(shown)
+    assert code == 0
+    assert f"{plan.batch_size} " in table
+    code, _, errors = hetpipe("plan", *words[:2], f"batch_size={2 * plan.batch_size}", "micro_batch=1")
+    assert code == 2
+    assert f"no plan for a batch of {2 * plan.batch_size} fits" in errors
+
+
+def test_there_is_no_largest_batch_without_memory_limits(hetpipe, profile):
+    words = (
+        "plan",
+        "cluster=mixed3",
+        f"profile={profile}",
+        "batch_size=max",
+        "cluster.devices.0.memory=null",
+    )
+    code, _, errors = hetpipe(*words)
+    assert code == 2
+    assert "has no memory limit: give every device its memory" in errors
+    code, _, errors = hetpipe("compare", *words[1:])
+    assert code == 2
+    assert "batch_size=max is a question for `hetpipe plan`" in errors
+
+
 def test_simulate_draws_the_plan_it_is_given(hetpipe, profile):
     assert hetpipe("plan", "cluster=mixed3", f"profile={profile}", "micro_batch=16", "out=plan.json")[0] == 0
     code, shown, _ = hetpipe("simulate", "plan=plan.json", f"profile={profile}")
@@ -121,13 +153,16 @@ def test_compare_lists_every_baseline(hetpipe, profile):
         assert word in names
 
 
-def test_a_sweep_ends_in_one_table(hetpipe, profile):
+def test_a_sweep_ends_in_one_table_and_one_picture(hetpipe, profile, tmp_path):
     code, shown, _ = hetpipe("plan", "cluster=mixed3", f"profile={profile}", "micro_batch=8,16", "-m")
     assert code == 0
     table = shown[shown.rindex("Sweep") :]
     assert "micro_batch=8" in table
     assert "micro_batch=16" in table
     assert "images_per_s" in table
+    assert "auto takes" in table
+    (picture,) = (tmp_path / "multirun").rglob("sweep.png")
+    assert picture.stat().st_size > 1000
 
 
 def test_a_profile_of_another_cluster_is_refused_by_name(hetpipe, profile):

@@ -74,7 +74,7 @@ class Engine:
         self._base_bytes = self._steps = 0
         self._peak_bytes: int | None = None
         self._runtime: Runtime | None = None
-        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._schedules: dict[tuple[MakeSchedule, int, bool], Schedule] = {}
         self._plans = itertools.count()
         self._groups = itertools.count()
 
@@ -167,6 +167,10 @@ class Engine:
             self.emulator.limit_memory(held_bytes)
         reset_peak(self.device)
 
+    def follow(self, make_schedule: MakeSchedule) -> None:
+        """From the next step on executes other action lists of the installed stages; on all ranks alike."""
+        self._make = make_schedule
+
     def _count_step(self) -> None:
         """Follows memory from step to step: once optimizer state is there, all steps are alike."""
         if self.device.type == "cpu" and not self.emulator.is_limited:
@@ -180,9 +184,9 @@ class Engine:
 
     def schedule(self, n_micro_batches: int, training: bool) -> Schedule:
         """The installed plan's action lists for so many micro-batches."""
-        key = (n_micro_batches, training)
+        key = (self._make, n_micro_batches, training)
         if key not in self._schedules:
-            self._schedules[key] = self._make(*key)
+            self._schedules[key] = self._make(n_micro_batches, training)
         return self._schedules[key]
 
     def train_step(

@@ -64,7 +64,8 @@ class PlanCost:
         self.plan, self.profile = plan, profile
         self.graph = profile.graph
         self.slices = plan.slices(plan.batch_size)
-        self._layers = {size: layer_costs(profile, size, optimizer_copies) for size in set(self.slices)}
+        sizes = {plan.micro_batch, *self.slices}  # no slice need have the size that was asked for
+        self._layers = {size: layer_costs(profile, size, optimizer_copies) for size in sizes}
         self._routes = {(route.source, route.target): route for route in plan.routes(self.graph)}
         self._names = [device.name for device in plan.cluster.devices]
         self._links: dict[tuple[int, int], Link] = {}

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -43,7 +43,7 @@ _ACTIONS = 100_000  # actions that re-ranking may simulate per micro-batch size
 def make_plan(
     profile: Profile,
     cluster: Cluster,
-    batch_size: int,
+    batch_size: int | Literal["max"],
     *,
     micro_batch: int | Literal["auto"] = "auto",
     schedule: str = "auto",
@@ -61,7 +61,7 @@ def make_plan(
     Args:
         profile: Measured or analytic; it must have every device of the cluster.
         cluster: Its devices may be left out and reordered; rank 0 of the plan holds the last stage.
-        batch_size: Samples per optimizer step.
+        batch_size: Samples per optimizer step; ``max`` for as many as memory allows (`largest_batch`).
         micro_batch: Samples per micro-batch, or ``auto``.
         schedule: ``gpipe``, ``1f1b`` or ``auto``.
         stages: Exactly so many stages; as many as pay by default.
@@ -80,6 +80,17 @@ def make_plan(
         PlanError: The options contradict each other or the model.
         ProfileError: A device was not profiled.
     """
+    if batch_size == "max":
+        return _of_largest_batch(
+            profile,
+            cluster,
+            {"stages": stages, "even": even or None, "cuts": cuts, "device_order": device_order},
+            micro_batch=micro_batch,
+            schedule=schedule,
+            pinned_last=pinned_last,
+            optimizer_copies=optimizer_copies,
+            merge=merge,
+        )
     names = {"cuts": cuts, "device_order": device_order}
     check_arguments(profile, cluster, batch_size, micro_batch, stages, optimizer_copies, names)
     setting = Setting(profile, cluster, batch_size, schedules_of(schedule), optimizer_copies)
@@ -132,6 +143,15 @@ def make_plan(
             if np.isfinite(row.step_s)
         ),
     )
+
+
+def _of_largest_batch(profile: Profile, cluster: Cluster, placement: dict[str, Any], **options: Any) -> Plan:
+    from lightning_hetpipe.planner.largest import largest_batch  # which makes plans itself
+
+    given = [name for name, value in placement.items() if value is not None]
+    if given:
+        raise PlanError(f"the largest batch is one of any placement: leave {', '.join(given)} out")
+    return largest_batch(profile, cluster, **options).plan
 
 
 def _teams(merge: Merge | Sequence[Sequence[str]]) -> Teams:

@@ -53,6 +53,25 @@ def comparison_table(rows: Iterable[Alternative], title: str = "Compared", *, bo
     )
 
 
+def largest_table(plan: Plan, even: Plan | None) -> Table:
+    """The largest batch of a cluster beside the largest of GPipe with the layers divided evenly."""
+    rows = [_largest_row("this plan", plan)]
+    if even is None:
+        rows.append(("gpipe, even split", "-", "-", "-", "-", "not one sample fits"))
+    else:
+        gain = f"this plan: {plan.batch_size / even.batch_size - 1:+.0%}"
+        rows.append((*_largest_row("gpipe, even split", even)[:-1], gain))
+    columns = ("largest batch of", "samples", "micro-batch", "in flight", "fullest device", "note")
+    return _table("Largest batch", columns, rows)
+
+
+def _largest_row(name: str, plan: Plan) -> tuple[str, ...]:
+    assert plan.prediction is not None
+    memory = format_bytes(max(plan.prediction.memory_bytes))
+    flight = " ".join(map(str, plan.in_flight))
+    return name, str(plan.batch_size), str(plan.micro_batch), flight, memory, plan.schedule
+
+
 def measured_table(plan: Plan, predicted: Timeline, measured: Timeline) -> Table:
     """Step time, images/s, and each used rank's busy fraction and peak memory, predicted and measured."""
     return _table(

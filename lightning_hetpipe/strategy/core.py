@@ -29,6 +29,7 @@ from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.errors import UnsupportedError
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import Profile
+from lightning_hetpipe.stage.norm import convert_norm
 from lightning_hetpipe.strategy.capture import Capture, capture_from_loader, capture_from_step
 from lightning_hetpipe.strategy.data import for_this_rank
 from lightning_hetpipe.strategy.devices import refuse_autocast_across_kinds, stand_ins, take_device
@@ -86,6 +87,9 @@ class PipelineStrategy(Together):
         blocks: Dotted name of a sequence of blocks, for a module that does not trace.
         checkpoint: ``file`` is one ordinary Lightning checkpoint; ``directory``, for a model too large for
             rank 0, has every rank write its part.
+        refine: Whether a plan whose micro-batch was chosen by ``auto`` is compared, in the first full batches
+            of a fit, with its neighbours: other schedules, and other micro-batch sizes where those train the
+            same (no BatchNorm that sees micro-batches, no random numbers). The fastest goes on.
     """
 
     is_distributed = True
@@ -109,6 +113,7 @@ class PipelineStrategy(Together):
         run_dir: str | Path | None = None,
         blocks: str | None = None,
         checkpoint: str = "file",
+        refine: bool = True,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -130,6 +135,7 @@ class PipelineStrategy(Together):
             loss_reduction=loss_reduction,
             start_method=start_method,
             checkpoint=checkpoint,
+            refine=refine,
             timeout_s=timeout_s,
             run_dir=read_run_dir(run_dir),
             blocks=blocks,
@@ -175,6 +181,10 @@ class PipelineStrategy(Together):
     def take_report(self, report: bytes) -> None:
         """The inverse of `report`."""
         self._plan, self._profile, self._timeline = pickle.loads(report)
+        if self.options.norm == "group" and self._plan is not None:
+            # The weights that came back are GroupNorm's; a BatchNorm here would take them for its own.
+            assert self.lightning_module is not None
+            convert_norm(find_pipelined(self.lightning_module, self.options.module)[1], "group")
 
     # Processes
 
@@ -377,6 +387,10 @@ class PipelineStrategy(Together):
         factor = (1.0 if scaler is None else float(scaler.get_scale())) / accumulate
         free_previous = self._zeroes_next(trainer, accumulate)
         loss = self._pipeline.train(args, kwargs, factor, free_previous=free_previous)
+        if self._plan is not self._pipeline.plan:
+            self._plan = self._pipeline.plan
+            if self.options.run_dir is not None and self.exchange.leads:
+                self._plan.save(self.options.run_dir / "plan.json")
         if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             self._timeline = self._pipeline.gather_timeline()
         return loss

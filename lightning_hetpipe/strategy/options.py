@@ -67,6 +67,7 @@ class Options:
         plan, profile: None where they are to be made.
         split: The stages where they are given and the rest of the plan is not.
         micro_batch: None where the planner chooses.
+        refine: Whether the planner's choice is compared with its neighbours in the first steps.
         blocks: Name of a sequence of blocks, for modules that do not trace.
         merge: Whether devices may share a stage, or the groups that must.
     """
@@ -82,6 +83,7 @@ class Options:
     loss_reduction: str
     start_method: str
     checkpoint: str
+    refine: bool
     timeout_s: float
     run_dir: Path | None
     blocks: str | None

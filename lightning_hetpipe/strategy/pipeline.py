@@ -7,18 +7,20 @@ user code ends ────────────► END    ──►  logs, o
 """
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_hetpipe.engine.control import Message
 from lightning_hetpipe.engine.runtime import Context
-from lightning_hetpipe.engine.session import Engine, sample_weights
+from lightning_hetpipe.engine.session import Engine, MakeSchedule, sample_weights
 from lightning_hetpipe.errors import RankFailedError, StepError
 from lightning_hetpipe.plans import Plan, micro_batch_sizes
 from lightning_hetpipe.profiles import Profile
@@ -30,6 +32,7 @@ from lightning_hetpipe.strategy.logs import LogCall, LogRecorder, merge, replay
 from lightning_hetpipe.strategy.mirror import Mirrors, uncached
 from lightning_hetpipe.strategy.partition import OwnerMap
 from lightning_hetpipe.strategy.readers import ForwardReader, TrainingReader
+from lightning_hetpipe.strategy.refine import Refinement, Verdict, Watch, settled
 from lightning_hetpipe.strategy.steps import ModuleCall, StandIn
 from lightning_hetpipe.timeline import Timeline
 from lightning_hetpipe.tracing import Signature, TensorSpec, Traced, signature_of
@@ -53,6 +56,8 @@ class Pipeline:
     Args:
         module: The LightningModule, partitioned.
         stand_in: In place of the pipelined submodule.
+        refinement: Of the plan, which is its first; without rivals where nothing is tried.
+        lists: Makes the action lists of a plan.
         engine: With the plan installed.
         loss_reduction: ``mean`` or ``sum``.
         context: Entered around every forward (autocast).
@@ -67,7 +72,8 @@ class Pipeline:
         module: Any,
         stand_in: StandIn,
         traced: Traced,
-        plan: Plan,
+        refinement: Refinement,
+        lists: Callable[[Plan], MakeSchedule],
         engine: Engine,
         exchange: Exchange,
         *,
@@ -78,7 +84,10 @@ class Pipeline:
         at_close: Callable[[bool], None],
         profile: Profile | None,
     ) -> None:
-        self.module, self.plan, self.engine, self.owners = module, plan, engine, owners
+        self.module, self.plan, self.engine, self.owners = module, refinement.plans[0], engine, owners
+        self._refinement = refinement
+        self._lists = [lists(plan) for plan in refinement.plans]
+        self._in_force = 0  # among the plans of the refinement
         self.profile = profile
         self._stand_in, self._traced, self._exchange = stand_in, traced, exchange
         self._loss_reduction, self._context = loss_reduction, context
@@ -116,14 +125,19 @@ class Pipeline:
             else:
                 outcome = self._follow(batch)
         self._commit()
-        loss, extra, logs = outcome
+        loss, extra, logs, verdict = outcome
+        if verdict is not None:
+            self._settle(verdict)
         replay(self.module, logs, self._mirrors)
         installing = stash.as_loss(loss.to(self.engine.device), factor)
         return installing if extra is None else {"loss": installing, **extra}
 
     def _run_training(self, args: tuple[Any, ...], kwargs: dict[str, Any], factor: float) -> Any:
         batch = _batch_of(args, kwargs)
-        sizes = self.plan.slices(count_samples(batch))
+        n_samples = count_samples(batch)
+        turn = self._refinement.turn(n_samples)
+        index = self._in_force if turn is None else turn
+        sizes = self._refinement.plans[index].slices(n_samples)
 
         def step(part: Any) -> Any:
             if args:
@@ -135,14 +149,26 @@ class Pipeline:
         reader = TrainingReader(
             self._stand_in, self._traced.bind, self._recorder, step, "training_step", batch, sizes, factor
         )
+        watch, start_s = None if turn is None else Watch(self.module), time.monotonic()
+        verdict = None
         try:
             with self._context():
                 firsts = {size: reader.start(sizes.index(size)) for size in dict.fromkeys(sizes)}
-            specs = self._announce(Operation.TRAIN, sizes, firsts)
+            draws = watch is not None and watch.drew()
+            specs = self._announce(Operation.TRAIN, sizes, firsts, index=index, tried=turn is not None)
             self.engine.train_step(specs, weights=self._weights(sizes), reader=reader)
+            if watch is not None:
+                trials = self.engine.control.gather(watch.trial(reader_draws=draws))
+                assert trials is not None
+                verdict = self._refinement.note(time.monotonic() - start_s, trials)
         finally:
             reader.abandon()
-        return reader.outcome(self._weights(sizes))
+        return *reader.outcome(self._weights(sizes)), verdict
+
+    def _settle(self, verdict: Verdict) -> None:
+        """Ends the trials: one of the plans goes on."""
+        self.plan, self._in_force = settled(self._refinement.plans, verdict), verdict.index
+        rank_zero_info(verdict.reason)
 
     def _weights(self, sizes: Sequence[int]) -> tuple[float, ...]:
         return sample_weights(sizes) if self._loss_reduction == "mean" else (1.0,) * len(sizes)
@@ -209,7 +235,8 @@ class Pipeline:
             inputs = self._sliced(call, sizes)
         firsts = {size: inputs[sizes.index(size)] for size in dict.fromkeys(sizes)}
         reader = ForwardReader(inputs)
-        self.engine.forward(self._announce(Operation.FORWARD, sizes, firsts), reader=reader)
+        specs = self._announce(Operation.FORWARD, sizes, firsts, index=self._in_force)
+        self.engine.forward(specs, reader=reader)
         return join(reader.outputs, sizes)
 
     def _sliced(self, call: ModuleCall, sizes: Sequence[int]) -> list[dict[str, Tensor]]:
@@ -233,15 +260,22 @@ class Pipeline:
     # What is said between ranks
 
     def _announce(
-        self, operation: Operation, sizes: Sequence[int], firsts: Mapping[int, Mapping[str, Tensor]]
+        self,
+        operation: Operation,
+        sizes: Sequence[int],
+        firsts: Mapping[int, Mapping[str, Tensor]],
+        *,
+        index: int,
+        tried: bool = False,
     ) -> list[Specs]:
-        """Tells all ranks what to run: how many samples, and which shapes (in full the first time only)."""
+        """Tells all ranks which plan to run on how many samples of which shapes (in full the first time)."""
         signature = tuple((size, signature_of(inputs)) for size, inputs in firsts.items())
         known = signature in self._signatures
         if not known:
             self._signatures.append(signature)
-        numbers = (sum(sizes), self._signatures.index(signature), sizes[0])
+        numbers = (sum(sizes), self._signatures.index(signature), sizes[0], index, int(tried))
         self.engine.control.share(Message(operation, numbers, object=None if known else signature))
+        self.engine.follow(self._lists[index])
         return self._specs(operation, sizes, signature)
 
     def _specs(
@@ -266,13 +300,17 @@ class Pipeline:
                     batch.n_samples = n_samples
                 self.module.trainer.should_stop |= should_stop
                 return unwrap(outcome)
-            n_samples, number, micro_batch = message.integers
+            n_samples, number, micro_batch, index, tried = message.integers
             if message.object is not None:
                 self._signatures.append(message.object)
             sizes = micro_batch_sizes(n_samples, micro_batch)
             specs = self._specs(message.operation, sizes, self._signatures[number])
+            self.engine.follow(self._lists[index])
             if message.operation == Operation.TRAIN:
+                watch = Watch(self.module) if tried else None
                 self.engine.train_step(specs, weights=self._weights(sizes))
+                if watch is not None:
+                    self.engine.control.gather(watch.trial())
             else:
                 self.engine.forward(specs)
 

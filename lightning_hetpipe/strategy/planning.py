@@ -16,6 +16,7 @@ from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.engine.shares import measuring_shares, sharing_of
 from lightning_hetpipe.engine.survey import tabulated_sizes
 from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.planner.rivals import rivals
 from lightning_hetpipe.planner.search import make_plan
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import DeviceProfile, Profile
@@ -28,6 +29,7 @@ from lightning_hetpipe.strategy.discovery import find_cluster
 from lightning_hetpipe.strategy.exchange import Exchange
 from lightning_hetpipe.strategy.options import Options
 from lightning_hetpipe.strategy.progress import MeasuringBar
+from lightning_hetpipe.strategy.refine import sees_micro_batches
 from lightning_hetpipe.tracing import Traced
 
 log = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ log = logging.getLogger(__name__)
 Context = Callable[[], AbstractContextManager[Any]]
 
 
-def choose_plan(
+def choose_plans(
     options: Options,
     engine: Engine,
     exchange: Exchange,
@@ -47,8 +49,10 @@ def choose_plan(
     optimizer_copies: float,
     *,
     show_progress: bool,
-) -> tuple[Plan, Profile | None]:
-    """The plan of this run and what it was made from, if known; equal on all ranks. Called on all ranks.
+) -> tuple[tuple[Plan, ...], Profile | None]:
+    """The plan of this run, then its rivals, to be tried beside it, and what they were made from, if known.
+
+    Equal on all ranks, which all call it.
 
     Args:
         context: Entered around each forward, such as autocast.
@@ -63,10 +67,10 @@ def choose_plan(
     """
     if options.plan is not None:
         options.plan.check_graph(traced.graph)
-        return options.plan, options.profile
+        return (options.plan,), options.profile
     fingerprint = traced.graph.fingerprint
     if last is not None and (last.graph_fingerprint, last.batch_size) == (fingerprint, captured.batch_size):
-        return last, None
+        return (last,), None
     cluster = options.cluster or find_cluster(exchange, engine.device)
     sharing = None
     may_share = options.merge != "never" if options.split is None else bool(options.split.teams)
@@ -84,14 +88,18 @@ def choose_plan(
             f"the profile is of another model (fingerprint {profile.graph.fingerprint}, this one has "
             f"{fingerprint}): measure again, or leave profile= out"
         )
-    make = partial(_make, options, profile, cluster, captured.batch_size, optimizer_copies)
-    text = exchange.lead(lambda: make().to_json())
-    plan = Plan.from_json(text)
+    module = traced.module
+
+    def make() -> list[str]:
+        plan = _make(options, profile, cluster, captured.batch_size, optimizer_copies)
+        return [each.to_json() for each in (plan, *_rivals(options, profile, plan, module))]
+
+    plans = tuple(map(Plan.from_json, exchange.lead(make)))
     if exchange.leads and options.run_dir is not None:
         options.run_dir.mkdir(parents=True, exist_ok=True)
-        plan.save(options.run_dir / "plan.json")
+        plans[0].save(options.run_dir / "plan.json")
         profile.save(options.run_dir / "profile.json")
-    return plan, profile
+    return plans, profile
 
 
 def _profile(
@@ -185,6 +193,13 @@ def _make(
     )
     # A process cannot become another machine: where devices are real, rank i stays device i.
     return plan if _is_movable(cluster) else replace(plan, cluster=cluster)
+
+
+def _rivals(options: Options, profile: Profile, plan: Plan, module: nn.Module) -> tuple[Plan, ...]:
+    """What is tried in the first steps: only where all was left to the planner, and only what is exact."""
+    if not options.refine or options.micro_batch is not None or options.split is not None:
+        return ()
+    return rivals(profile, plan, sizes=not sees_micro_batches(module), schedule=options.schedule)
 
 
 def _is_movable(cluster: Cluster) -> bool:

@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.runtime import SharedGradients
-from lightning_hetpipe.engine.session import Engine
+from lightning_hetpipe.engine.session import Engine, MakeSchedule
 from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import Profile
@@ -42,8 +42,9 @@ from lightning_hetpipe.strategy.partition import (
 )
 from lightning_hetpipe.strategy.pipeline import Pipeline
 from lightning_hetpipe.strategy.pipelined import find_pipelined
-from lightning_hetpipe.strategy.planning import choose_plan
+from lightning_hetpipe.strategy.planning import choose_plans
 from lightning_hetpipe.strategy.precision import prepare_precision
+from lightning_hetpipe.strategy.refine import SEES, Refinement, sees_micro_batches
 from lightning_hetpipe.strategy.shards import cut, join
 from lightning_hetpipe.strategy.steps import StandIn
 from lightning_hetpipe.tracing import TensorSpec, Traced, trace
@@ -96,8 +97,8 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     optimizer = optimizer_of(run.module) if run.trains else None
     copies = state_copies(optimizer, run.engine.device) + run.gradient_copies
 
-    def choose(options: Options, last: Plan | None) -> tuple[Plan, Profile | None]:
-        return choose_plan(
+    def choose(options: Options, last: Plan | None) -> tuple[tuple[Plan, ...], Profile | None]:
+        return choose_plans(
             options,
             run.engine,
             run.exchange,
@@ -110,7 +111,8 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
             show_progress=run.show_progress,
         )
 
-    plan, profile = choose(run.options, plan)
+    plans, profile = choose(run.options, plan)
+    plan = plans[0]
     refuse_autocast_across_kinds(run.precision, plan.cluster)
     try:
         groups = _groups(run, name, traced, plan, captured)
@@ -118,7 +120,8 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
         if run.options.merge != "auto" or run.options.plan is not None or run.options.split is not None:
             raise
         rank_zero_info(f"the planner's groups cannot be: {error} Planning again with merge='never'.")
-        plan, profile = choose(replace(run.options, merge="never"), None)
+        plans, profile = choose(replace(run.options, merge="never"), None)
+        plan = plans[0]
         groups = _groups(run, name, traced, plan, captured)
     _say(run, pipelined, groups)
     run.engine.cluster = plan.cluster
@@ -130,7 +133,7 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
         cut(each, owners, run.exchange.rank)
     gc.collect()  # weights that went to other ranks are still in reference cycles
     prepare_precision(run.precision, run.engine.device, run.group)
-    own = _install(run, traced, groups, owners)
+    own, lists = _install(run, traced, groups, owners)
     restore_clipping = install_clipping(
         run.precision, run.group, borrowed_parameters(run.module, owners, run.exchange.rank)
     )
@@ -155,7 +158,8 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
         run.module,
         stand_in,
         traced,
-        plan,
+        Refinement(plans, SEES if sees_micro_batches(pipelined) else ""),
+        lists,
         run.engine,
         run.exchange,
         loss_reduction=run.options.loss_reduction,
@@ -245,8 +249,10 @@ def _owners(module: Any, name: str, traced: Traced, groups: Groups) -> OwnerMap:
     return OwnerMap.of_stages(module, name, holders, placements)
 
 
-def _install(run: Run, traced: Traced, groups: Groups, owners: OwnerMap) -> OwnPart:
-    """Builds this rank's stages and connects it with the others."""
+def _install(
+    run: Run, traced: Traced, groups: Groups, owners: OwnerMap
+) -> tuple[OwnPart, Callable[[Plan], MakeSchedule]]:
+    """Builds this rank's stages and connects it with the others; also gives what makes their action lists."""
     plan = groups.plan
     routes = plan.routes(traced.graph)
     rank = run.exchange.rank
@@ -273,12 +279,15 @@ def _install(run: Run, traced: Traced, groups: Groups, owners: OwnerMap) -> OwnP
         {stage_of_rank[each] for ranks in names_of for each in ranks} | set(groups.indices("batch"))
     )
 
-    def make(n_micro_batches: int, training: bool) -> Schedule:
-        reduce = reducing if training else ()
-        return plan.action_lists(routes, n_micro_batches, reduce=reduce, training=training)
+    def lists(plan: Plan) -> MakeSchedule:
+        def make(n_micro_batches: int, training: bool) -> Schedule:
+            reduce = reducing if training else ()
+            return plan.action_lists(routes, n_micro_batches, reduce=reduce, training=training)
+
+        return make
 
     run.engine.install(
-        make,
+        lists(plan),
         routes,
         groups.holdings,
         own.stages,
@@ -288,7 +297,7 @@ def _install(run: Run, traced: Traced, groups: Groups, owners: OwnerMap) -> OwnP
         axes=groups.axes,
         reductions=own.reductions,
     )
-    return own
+    return own, lists
 
 
 def _counts(plan: Plan, rank: int) -> bool:

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetpipe.errors import StepError
+from lightning_hetpipe.stage.norm import convert_norm
 from lightning_hetpipe.strategy import checkpoint as state
 from lightning_hetpipe.strategy.options import Options
 from lightning_hetpipe.strategy.partition import OwnerMap
+from lightning_hetpipe.strategy.pipelined import find_pipelined
 from lightning_hetpipe.strategy.sharded import is_sharded, load_sharded, save_sharded
 from lightning_hetpipe.strategy.shards import consolidate, cut_optimizer_state, cut_state
 
@@ -82,6 +84,8 @@ class Saving(_Strategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
+        if self.options.norm == "group":
+            _convert_like(self.lightning_module, self.options.module, checkpoint["state_dict"])
         own = cut_state(checkpoint["state_dict"], self._owners(), self.global_rank)
         state.load_model_state(self.lightning_module, own, strict=strict)
 
@@ -105,3 +109,12 @@ class Saving(_Strategy):
     def _runs_user_code_alone(self) -> bool:
         """Whether the other ranks wait while this one runs user code."""
         return False
+
+
+def _convert_like(module: Any, wanted: str, state: Mapping[str, Any]) -> None:
+    """Makes GroupNorm of BatchNorm if the file was written so: Lightning loads before the set-up converts."""
+    name, pipelined = find_pipelined(module, wanted)
+    prefix = f"{name}." if name else ""
+    own = {f"{prefix}{key}" for key in pipelined.state_dict() if key.endswith("running_mean")}
+    if own.isdisjoint(state):
+        convert_norm(pipelined, "group")

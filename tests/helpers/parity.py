@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_hetpipe.plans import micro_batch_sizes
 from tests.helpers.models import Classifier
 
 
@@ -57,7 +58,8 @@ def one_device(
     losses, gradients = [], []
     for index, (x, y) in enumerate(batches):
         total = 0.0
-        for xs, ys in zip(x.split(micro_batch), y.split(micro_batch)):
+        sizes = micro_batch_sizes(len(x), micro_batch)
+        for xs, ys in zip(x.split(sizes), y.split(sizes)):
             loss = F.cross_entropy(net(xs), ys) * (len(xs) / len(x))
             (loss / accumulate).backward()
             total += loss.item()

@@ -10,6 +10,11 @@ import lightning_hetpipe as hp
 ROOT = Path(hp.__file__).parent.parent
 SHORT = ("cluster=twins", "data.train_samples=64", "max_epochs=1", "progress_bar=false", "batch_size=32")
 KEYS = {
+    "micro_batch",
+    "micro_batch_auto",
+    "images_per_s_predicted",
+    "bubble",
+    "memory_mib",
     "val_acc",
     "images_per_s",
     "step_s_measured",
@@ -43,6 +48,8 @@ def test_a_recipe_shows_its_plan_trains_and_keeps_what_happened(tmp_path):
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert set(result) == KEYS
     assert result["step_s_measured"] > 0
+    assert 0 <= result["bubble"] < 1
+    assert result["memory_mib"] == max(result["peak_memory_bytes"]) / 2**20
     assert len(result["peak_memory_bytes"]) == 2
     plan = hp.Plan.load(tmp_path / "run" / "plan.json")
     assert hp.Plan.from_mapping(result["plan"]) == plan
@@ -58,6 +65,8 @@ def test_a_sweep_of_micro_batches_runs_each_once_and_ends_in_one_table(tmp_path)
     table = shown[shown.rindex("Sweep") :]
     assert "micro_batch=8" in table
     assert "micro_batch=16" in table
-    assert "images_per_s" in table
+    for column in ("auto takes", "images_per_s", "images_per_s_predicted", "bubble", "memory_mib"):
+        assert column in table
+    assert (tmp_path / "sweep" / "sweep.png").stat().st_size > 1000
     results = sorted((tmp_path / "sweep").glob("*/result.json"))
     assert [json.loads(path.read_text())["plan"]["micro_batch"] for path in results] == [8, 16]

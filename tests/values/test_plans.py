@@ -7,7 +7,7 @@ import yaml
 from lightning_hetpipe.cluster import Cluster, Device
 from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.graph import READER, Layer, LayerGraph, Value
-from lightning_hetpipe.plans import Alternative, Plan, Prediction, Stage
+from lightning_hetpipe.plans import Alternative, Plan, Prediction, Stage, micro_batch_sizes
 
 CLUSTER = Cluster("pair", (Device("a"), Device("b")))
 PLAN = Plan(
@@ -36,6 +36,17 @@ def test_slices_are_equal_but_the_last() -> None:
     assert PLAN.slices(20) == (8, 8, 4)
     assert PLAN.slices(16) == (8, 8)
     assert PLAN.slices(3) == (3,)
+
+
+@pytest.mark.parametrize("micro_batch", range(1, 12))
+@pytest.mark.parametrize("n_samples", range(1, 40))
+def test_no_slice_is_a_single_sample_unless_there_is_no_other_way(n_samples: int, micro_batch: int) -> None:
+    sizes = micro_batch_sizes(n_samples, micro_batch)
+    assert sum(sizes) == n_samples
+    assert micro_batch_sizes(n_samples, sizes[0]) == sizes  # what rank 0 tells the others
+    assert sizes[0] == max(sizes) or micro_batch == 2
+    assert max(sizes) <= max(micro_batch, 3 if micro_batch == 2 else 0)
+    assert min(sizes) > 1 or 1 in (n_samples, micro_batch)
 
 
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
