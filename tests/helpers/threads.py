@@ -1,4 +1,4 @@
-"""Members of a group as threads of one process: collectives without processes, sockets or waiting for them."""
+"""Members of a group as threads of one process: collectives without processes or sockets."""
 
 import threading
 from collections.abc import Callable, Sequence
