@@ -168,9 +168,22 @@ def _layout(plan: Plan, index: int, traced: Traced, specs: Specs, keep_whole: se
         layout = analyse(module, inputs, stage.shares, _cost(plan, index), keep_whole=keep_whole)
         if not _fits(plan, index, traced, layout):  # what is quickest whole may have to be cut all the same
             layout = analyse(module, inputs, stage.shares, _FREE(stage.shares), keep_whole=keep_whole)
-        return layout
     except PlanError as error:
         raise PlanError(f"{_label(plan, index)}: {error}") from error
+    _check_shares(plan, index, layout)
+    return layout
+
+
+def _check_shares(plan: Plan, index: int, layout: StageLayout) -> None:
+    """Refuses a share that means no channel anywhere: one would be given, which is more than was asked."""
+    stage = plan.stages[index]
+    widest = max((each.sharding.bounds[-1] for each in layout.placements.values()), default=0)
+    for name, share in zip(stage.devices, stage.shares):
+        if share * widest < 0.5 and widest:
+            raise PlanError(
+                f"{_label(plan, index)}: the share {share:g} of {name} is less than half a channel of the "
+                f"{widest} that the widest of its layers has: leave {name} out of the group, or give it more"
+            )
 
 
 _FREE = partial(GroupCost, latency_s=0.0, bandwidth_bytes_per_s=inf)
