@@ -39,14 +39,18 @@ def mixing_layer(
         RuntimeError: The layers cannot run on so few samples.
     """
     values = {name: _take(value, axes.get(name), N_TRIED) for name, value in inputs.items()}
-    with _undisturbed(traced.stage(start, stop, returns=False).root):
+    stage = traced.stage(start, stop, returns=False)
+    root = stage.root
+    assert isinstance(root, nn.Module)
+    with _undisturbed(root):
         if start:
             values |= _run(traced, 0, start, values)
         runs = [values]
         counts = {value.shape[axes[name]] for name, value in values.items() if name in axes}
-        entering = traced.stage(start, stop, returns=False).input_names
         for sample in range(max(counts, default=0)):
-            changed = {name: _change(values[name], axes[name], sample) for name in entering if name in axes}
+            changed = {
+                name: _change(values[name], axes[name], sample) for name in stage.input_names if name in axes
+            }
             runs.append(values | changed)
         for layer in range(start, stop):
             made = [_run(traced, layer, layer + 1, each) for each in runs]
@@ -61,7 +65,8 @@ def mixing_layer(
 
 def _run(traced: Traced, start: int, stop: int, values: Values) -> Values:
     torch.manual_seed(0)
-    return traced.stage(start, stop, returns=False)(values)
+    made: Values = traced.stage(start, stop, returns=False)(values)
+    return made
 
 
 @contextmanager
