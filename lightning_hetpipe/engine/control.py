@@ -306,6 +306,8 @@ class Control:
         cause = self._watch.cause(2 * SILENT_S if overdue else 3 * SILENT_S)
         if peer is None:
             cause = cause or Failure(self.rank, f"{expected}: {error}".splitlines()[0], lost=False)
+            if cause.lost and not cause.action:  # the others of a collective are expected at the same action
+                cause = replace(cause, action=self.doing)
         elif cause is None:
             what = f"let rank {self.rank} wait for {self.timeout_s:g} s, though its process runs"
             cause = Failure(peer, what if overdue else f"closed its connection to rank {self.rank}", expected)

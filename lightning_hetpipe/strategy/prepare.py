@@ -28,7 +28,7 @@ from lightning_hetpipe.strategy.capture import Capture, Captured
 from lightning_hetpipe.strategy.clipping import install_clipping, warn_of_own_clipping
 from lightning_hetpipe.strategy.devices import refuse_autocast_across_kinds
 from lightning_hetpipe.strategy.exchange import Exchange
-from lightning_hetpipe.strategy.groups import Groups, OwnPart, build, make_groups
+from lightning_hetpipe.strategy.groups import Groups, OwnPart, build, check_samples, make_groups
 from lightning_hetpipe.strategy.mirror import keep_local
 from lightning_hetpipe.strategy.optimizer import optimizer_of, state_copies
 from lightning_hetpipe.strategy.options import Options
@@ -45,7 +45,7 @@ from lightning_hetpipe.strategy.pipelined import find_pipelined
 from lightning_hetpipe.strategy.planning import choose_plans
 from lightning_hetpipe.strategy.precision import prepare_precision
 from lightning_hetpipe.strategy.refine import SEES, Refinement, sees_micro_batches
-from lightning_hetpipe.strategy.shards import cut, join
+from lightning_hetpipe.strategy.shards import join
 from lightning_hetpipe.strategy.steps import StandIn
 from lightning_hetpipe.tracing import TensorSpec, Traced, trace
 
@@ -130,7 +130,6 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     modules = (run.module, *copies_of(run.module, run.callbacks))
     for each in modules:
         partition(each, owners, run.exchange.rank, run.group, run.engine.device)
-        cut(each, owners, run.exchange.rank)
     gc.collect()  # weights that went to other ranks are still in reference cycles
     prepare_precision(run.precision, run.engine.device, run.group)
     own, lists = _install(run, traced, groups, owners)
@@ -236,7 +235,15 @@ def _groups(run: Run, name: str, traced: Traced, plan: Plan, captured: Captured)
                 f"{', '.join(stage.devices)} share its stage by channels: share it by samples, or leave "
                 f"{plan.cluster.devices[0].name} out of the group"
             )
-    return make_groups(plan, traced, example, tied | outside)
+    groups = make_groups(plan, traced, example, tied | outside)
+    if groups.indices("batch"):
+
+        def check() -> None:
+            with run.precision.forward_context():
+                check_samples(groups, traced, traced.bind(args, kwargs))
+
+        run.exchange.lead(check)
+    return groups
 
 
 def _owners(module: Any, name: str, traced: Traced, groups: Groups) -> OwnerMap:

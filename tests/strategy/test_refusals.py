@@ -14,6 +14,7 @@ from torch import nn
 import lightning_hetpipe as hp
 from lightning_hetpipe.errors import ClusterError, GraphError, PlanError, ProfileError, UnsupportedError
 from lightning_hetpipe.strategy.options import SplitByHand, read_plan
+from lightning_hetpipe.strategy.refusals import refuse_optimizers
 from tests.helpers.pipelines import QUIET, Classifier, hand_plan, loader, pipeline, trainer
 from tests.helpers.synthetic import make_cluster, make_graph, make_profile
 
@@ -194,3 +195,20 @@ def test_a_plan_that_gives_only_the_stages_is_read(tmp_path: Path) -> None:
 def test_malformed_stages_are_refused(plan: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         read_plan(plan)
+
+
+class Lamb(torch.optim.SGD):
+    """Stands for what packages call so."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(torch.optim.Adafactor, "rows, columns and norms"), (Lamb, "norms of whole weights")],
+)
+def test_optimizers_of_whole_weights_where_channels_are_shared(kind: Any, reason: str) -> None:
+    optimizer = kind([nn.Parameter(torch.zeros(2, 2))], lr=0.1)
+    refuse_optimizers([optimizer])
+    with pytest.raises(
+        UnsupportedError, match=rf"{kind.__name__} cannot train weights.*{reason}.*AdamW or SGD"
+    ):
+        refuse_optimizers([optimizer], shared_by_channels=True)
