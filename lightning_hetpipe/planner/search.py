@@ -1,6 +1,6 @@
 """Makes a plan: places layers at each promising micro-batch size, simulates the best, explains the winner."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -21,7 +21,7 @@ from lightning_hetpipe.planner.chain import Chain, Depth
 from lightning_hetpipe.planner.coarsen import coarsen
 from lightning_hetpipe.planner.cost import ADAM
 from lightning_hetpipe.planner.microbatch import best_size, neighbours
-from lightning_hetpipe.planner.placement import Budget, Placements, place
+from lightning_hetpipe.planner.placement import Budget, Placements, lower_bound_s, place_thinly
 from lightning_hetpipe.planner.plan_cost import PlanCost
 from lightning_hetpipe.planner.polish import polish
 from lightning_hetpipe.planner.pools import Pools, in_order, make_chain, make_pools
@@ -33,7 +33,9 @@ from lightning_hetpipe.schedule import SCHEDULES
 
 _MARGIN = 1.1  # the closed form is off by as much, so placements up to here are worth a simulation
 _COARSE = 0.004  # cuts nearer to each other than this fraction of a period count as one
-_ACTIONS = 100_000  # actions that re-ranking may simulate per micro-batch size
+_CUTS = 96  # cuts that the search over orders sees, or ...
+_CUTS_PER_DEVICE = 4  # ... as many as this for each device
+_ACTIONS = 40_000  # actions that re-ranking may simulate per micro-batch size
 
 
 def make_plan(
@@ -237,6 +239,7 @@ def _searched(request: _Request, single: Baseline) -> _Found:
         result.found.append(alone)
 
     beat_s = np.inf
+    gaps: list[Callable[[], float]] = []
 
     def visit(size: int) -> float:
         nonlocal beat_s
@@ -246,7 +249,7 @@ def _searched(request: _Request, single: Baseline) -> _Found:
             beat_s = min(beat_s, objective_s)
             best[size] = min((candidate.step_s for candidate in candidates), default=np.inf)
             if best[size] <= min(best.values()):
-                result.gap = gap
+                gaps.append(gap)
         return best[size]
 
     sizes = request.sizes
@@ -263,6 +266,7 @@ def _searched(request: _Request, single: Baseline) -> _Found:
         centre = sizes.index(min(best, key=lambda size: best[size]))
         around = [i for i in (centre - 1, centre + 1) if 0 <= i < len(sizes) and sizes[i] not in best]
         if not around:
+            result.gap = gaps[-1]()
             return result
         for i in around:
             visit(sizes[i])
@@ -284,8 +288,11 @@ def _square_root_size(setting: Setting, plan: Plan) -> float:
 
 def _placed(
     request: _Request, pools: Pools, size: int, upper_s: float
-) -> tuple[list[Candidate], float, float]:
-    """The best placements at one micro-batch size, as simulated plans; the gap and the best objective."""
+) -> tuple[list[Candidate], Callable[[], float], float]:
+    """The best placements at one micro-batch size, as simulated plans; the gap and the best objective.
+
+    The gap is a question: where cuts were left out, answering it takes a while.
+    """
     setting = request.setting
     chain = make_chain(
         setting.costs(size),
@@ -298,12 +305,12 @@ def _placed(
     chain, cuts = coarsen(chain, _COARSE)
     candidates: list[Candidate] = []
     seen: set[tuple[Stage, ...]] = set()
-    gap, objective_s = 0.0, np.inf
+    gap, objective_s, thinned = 0.0, np.inf, False
     for depth in _depths(request, chain):
         if depth == "serial" and candidates:
             break
-        placements = _place(chain.with_depth(depth), upper_s)
-        gap = max(gap, placements.gap)
+        placements, bounded = _place(chain.with_depth(depth), upper_s)
+        gap, thinned = max(gap, placements.gap), thinned or not bounded
         if placements.found:
             objective_s = min(objective_s, placements.found[0].objective_s)
             upper_s = min(upper_s, objective_s)
@@ -312,7 +319,13 @@ def _placed(
             if stages not in seen:
                 seen.add(stages)
                 candidates += make_candidates(setting, stages, size)
-    return candidates, gap, objective_s
+
+    def loss() -> float:
+        if not thinned or not np.isfinite(objective_s):
+            return gap
+        return 1 - lower_bound_s(chain.with_depth("serial"), objective_s) / objective_s
+
+    return candidates, loss, objective_s
 
 
 def _depths(request: _Request, chain: Chain) -> tuple[Depth, ...]:
@@ -322,15 +335,16 @@ def _depths(request: _Request, chain: Chain) -> tuple[Depth, ...]:
     return ("safe",) if chain.memory is None else ("safe", "shallow", "serial")
 
 
-def _place(chain: Chain, upper_s: float) -> Placements:
-    """A search as hard as the size of the problem allows."""
+def _place(chain: Chain, upper_s: float) -> tuple[Placements, bool]:
+    """A search as hard as the size of the problem allows; whether its bound holds."""
     states = float(np.prod(chain.available + 1.0)) * chain.n_choices * chain.n_layers
     budget = (
         Budget(searches=30, rounds=6)
         if states <= 1e5
-        else Budget(labels=250, searches=4, rounds=10, slack=0.01)
+        else Budget(labels=150, searches=4, rounds=10, slack=0.01)
     )
-    return place(chain, tolerance=0.01, upper_s=upper_s, budget=budget)
+    most = max(_CUTS, _CUTS_PER_DEVICE * int(chain.available[: chain.n_choices].sum()))
+    return place_thinly(chain, most, tolerance=0.01, upper_s=upper_s, budget=budget)
 
 
 def _most(placements: Placements, n_micro_batches: int) -> int:
