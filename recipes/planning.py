@@ -1,8 +1,8 @@
 """python recipes/planning.py
 
-How long planning takes: 64 devices of 4 kinds, and 1,000 devices of 8 kinds, for a model of 200 layers made of
-numbers. Prints processor seconds, the plan's stages, and its reason with the bound on what a better placement
-could save.
+How long planning takes: 64 devices of 4 kinds, and 1,000 devices of 8 kinds, for a model of 200 layers made
+of numbers. Prints processor seconds, the plan's stages, and its reason with the bound on what a better
+placement could save.
 """
 
 import argparse

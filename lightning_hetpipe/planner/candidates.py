@@ -13,8 +13,8 @@ from lightning_hetpipe.planner.pools import Pools
 from lightning_hetpipe.planner.simulate import simulate_schedule, step_seconds
 from lightning_hetpipe.plans import Plan, Prediction, Stage
 from lightning_hetpipe.profiles import Profile
-from lightning_hetpipe.schedule import SCHEDULES
 
+ONE_STAGE = ("gpipe", "1f1b")  # schedules under which a device holds one stage
 MANY_ACTIONS = 30_000
 
 
@@ -57,8 +57,8 @@ class Setting:
 
 
 def schedules_of(schedule: str) -> tuple[str, ...]:
-    """The schedules that an option allows."""
-    return SCHEDULES if schedule == "auto" else (schedule,)
+    """The schedules of one stage per device that an option allows; rounds are cut from the best plan."""
+    return ONE_STAGE if schedule in ("auto", "interleaved") else (schedule,)
 
 
 def stages_of(placement: Placement, pools: Pools, cluster: Cluster, cuts: Sequence[int]) -> tuple[Stage, ...]:
@@ -118,7 +118,7 @@ def formula_s(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> fl
 
 def draft(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> Plan:
     """A plan with its ranks in order: the last stage first, then the others, then idle devices."""
-    used = [name for stage in (stages[-1], *stages[:-1]) for name in stage.devices]
+    used = dict.fromkeys(name for stage in (stages[-1], *stages[:-1]) for name in stage.devices)
     devices = {device.name: device for device in setting.cluster.devices}
     ordered = [devices.pop(name) for name in used] + list(devices.values())
     return Plan(
@@ -193,7 +193,12 @@ def finish(setting: Setting, plan: Plan, images_per_s_bound: float) -> Plan:
         prediction=Prediction(
             step_s=step_s,
             images_per_s=plan.batch_size / step_s,
-            busy=tuple(busy[ranks[0]] for ranks in plan.ranks_of_stage),
+            busy=tuple(
+                busy[ranks[0]]
+                if len(plan.stages_of_rank[ranks[0]]) == 1
+                else len(cost.slices) * sum(mine) / timeline.step_s
+                for ranks, mine in zip(plan.ranks_of_stage, seconds)
+            ),
             memory_bytes=cost.memory_bytes(),
             forward_s=tuple(forward for forward, _ in seconds),
             backward_s=tuple(backward for _, backward in seconds),

@@ -36,16 +36,19 @@ def schedule_of(
 
 
 def reducing_stages(plan: Plan, graph: LayerGraph) -> tuple[int, ...]:
-    """Stages whose gradients have other owners: groups split by samples, and tied weights across stages."""
+    """Stages whose gradients have other owners: groups split by samples, and tied weights across ranks.
+
+    Of a rank that uses a tied weight in several stages, the last one reduces.
+    """
     found = {index for index, stage in enumerate(plan.stages) if stage.split == "batch"}
     for layers in graph.tied:
         owners = {
-            index
+            plan.ranks_of_stage[index]: index
             for index, stage in enumerate(plan.stages)
             if any(stage.start <= layer < stage.stop for layer in layers)
         }
         if len(owners) > 1:
-            found |= owners
+            found |= set(owners.values())
     return tuple(sorted(found))
 
 
@@ -126,7 +129,7 @@ class PlanCost:
             if any(other.start <= i < other.stop for group in groups for i in group)
         ]
         mine = [next(i for i in group if stage.start <= i < stage.stop) for group in groups]
-        return mine, tuple(ranks)
+        return mine, tuple(dict.fromkeys(ranks))
 
     def transfer(self, action: Action, source: int, target: int) -> tuple[float, float]:
         """Link time and latency of a send from one rank to another."""
@@ -203,7 +206,7 @@ class PlanCost:
         for stage, ranks, k in zip(self.plan.stages, self.plan.ranks_of_stage, self.plan.in_flight):
             held = n_slices if self.plan.schedule == "gpipe" else min(k, n_slices)
             for rank, share in zip(ranks, stage.shares):
-                per_rank[rank] = costs.memory_bytes(
+                per_rank[rank] += costs.memory_bytes(
                     self._names[rank],
                     stage.start,
                     stage.stop,
