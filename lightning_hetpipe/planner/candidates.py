@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import InfeasibleError
 from lightning_hetpipe.planner.chain import Placement
-from lightning_hetpipe.planner.cost import LayerCosts, layer_costs, one_f_one_b_step_s, safe_k
+from lightning_hetpipe.planner.cost import LayerCosts, layer_costs, one_f_one_b_step_s, safe_k, steps_ahead
 from lightning_hetpipe.planner.microbatch import offered
 from lightning_hetpipe.planner.plan_cost import PlanCost, schedule_of
 from lightning_hetpipe.planner.pools import Pools
@@ -127,7 +128,7 @@ def draft(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> Plan:
         stages=tuple(stages),
         batch_size=setting.batch_size,
         micro_batch=micro_batch,
-        schedule="gpipe",
+        schedule="gpipe" if len(used) == sum(len(stage.devices) for stage in stages) else "interleaved",
         in_flight=(-(-setting.batch_size // micro_batch),) * len(stages),
         graph_fingerprint=setting.profile.graph.fingerprint,
     )
@@ -136,6 +137,8 @@ def draft(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> Plan:
 def with_schedule(setting: Setting, plan: Plan, schedule: str) -> Plan | None:
     """The plan under a schedule, in flight as much as pays and fits; None if not even the least fits."""
     m = len(plan.slices(plan.batch_size))
+    if schedule == "interleaved":
+        return _in_rounds(setting, plan, m)
     if schedule == "gpipe":
         wanted: Sequence[int] = (m,) * len(plan.stages)
     else:
@@ -146,6 +149,35 @@ def with_schedule(setting: Setting, plan: Plan, schedule: str) -> Plan | None:
     if counts is None or (schedule == "gpipe" and counts != tuple(wanted)):
         return None
     return replace(plan, schedule=schedule, in_flight=counts)
+
+
+def _in_rounds(setting: Setting, plan: Plan, m: int) -> Plan | None:
+    """The interleaved plan: in flight what a micro-batch's way to the loss and back takes, or what fits.
+
+    ``k_s = min(M, 1 + ceil( Σ_{j>=s} (t_j + hop_j) / T ))``, ``T`` being the busiest rank's seconds.
+    """
+    cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
+    seconds = [sum(cost.stage_seconds(stage, plan.micro_batch)) for stage in range(len(plan.stages))]
+    hops = [sum(hop) for hop in cost.hops(plan.micro_batch)]
+    period = max(sum(seconds[stage] for stage in held) for held in plan.stages_of_rank)
+    ahead = accumulate(t + hop for t, hop in zip(reversed(seconds), reversed([*hops, 0.0])))
+    counts = [min(m, 1 + steps_ahead(way, period)) for way in ahead][::-1]
+    limits = [device.memory_bytes for device in plan.cluster.devices]
+    while True:
+        plan = replace(plan, schedule="interleaved", in_flight=tuple(counts))
+        cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
+        full = [
+            rank
+            for rank, (used, limit) in enumerate(zip(cost.memory_bytes(), limits))
+            if limit is not None and used > limit
+        ]
+        if not full:
+            return plan
+        for rank in full:
+            most = max(plan.stages_of_rank[rank], key=lambda stage: counts[stage])
+            if counts[most] == 1:
+                return None
+            counts[most] -= 1
 
 
 def fitting(setting: Setting, plan: Plan, wanted: Sequence[int]) -> tuple[int, ...] | None:

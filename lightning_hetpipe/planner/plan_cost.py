@@ -218,15 +218,16 @@ class PlanCost:
         return tuple(round(size) for size in per_rank)
 
     def optimizer_s(self) -> float:
-        """The slowest stage's optimizer step."""
+        """The slowest device's optimizer step."""
         costs = self._layers[max(self._layers)]
-        return max(
-            self.profile.device(name).optimizer_s_per_byte
-            * float(costs.parameter_bytes[stage.stop] - costs.parameter_bytes[stage.start])
-            * (share if stage.split == "channel" else 1.0)
-            for stage in self.plan.stages
-            for name, share in zip(stage.devices, stage.shares)
-        )
+        seconds: dict[str, float] = {}
+        for stage in self.plan.stages:
+            for name, share in zip(stage.devices, stage.shares):
+                size = float(costs.parameter_bytes[stage.stop] - costs.parameter_bytes[stage.start])
+                size *= share if stage.split == "channel" else 1.0
+                step_s = self.profile.device(name).optimizer_s_per_byte * size
+                seconds[name] = seconds.get(name, 0.0) + step_s
+        return max(seconds.values())
 
     def lower_bound_s(self) -> float:
         """No order of this plan's actions is faster (`cost.lower_bound_s`, for unequal slices).
@@ -237,16 +238,17 @@ class PlanCost:
             sum(sum(self.stage_seconds(stage, size)) for size in self.slices)
             for stage in range(len(self.plan.stages))
         ]
+        busiest = max(sum(busy[stage] for stage in held) for held in self.plan.stages_of_rank)
         chained = all(
             (route := self._routes.get((stage, stage + 1))) is not None and route.gradients
             for stage in range(len(busy) - 1)
         )
         if not chained:
-            return max(busy)
+            return busiest
         smallest = min(self.slices)
         seconds = [sum(self.stage_seconds(stage, smallest)) for stage in range(len(busy))]
         hops = [forward + backward for forward, backward in self.hops(smallest)]
-        bound = lower_bound_s(seconds, hops, 1)
+        bound = max(lower_bound_s(seconds, hops, 1), busiest)
         before = 0.0
         for stage, total in enumerate(busy):
             bound = max(bound, before + total)

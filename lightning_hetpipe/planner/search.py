@@ -7,19 +7,21 @@ from typing import Literal
 import numpy as np
 
 from lightning_hetpipe.cluster import Cluster
-from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.errors import InfeasibleError, PlanError
 from lightning_hetpipe.planner.baselines import Alone, Baseline, data_parallel, even_split, fastest_single
 from lightning_hetpipe.planner.candidates import (
     Candidate,
     Setting,
     finish,
     make_candidates,
+    n_actions,
     schedules_of,
     stages_of,
 )
 from lightning_hetpipe.planner.chain import Chain, Depth
 from lightning_hetpipe.planner.coarsen import coarsen
 from lightning_hetpipe.planner.cost import ADAM
+from lightning_hetpipe.planner.interleave import WINS, interleave
 from lightning_hetpipe.planner.microbatch import best_size, neighbours
 from lightning_hetpipe.planner.placement import Budget, Placements, lower_bound_s, place_thinly
 from lightning_hetpipe.planner.plan_cost import PlanCost
@@ -60,7 +62,7 @@ def make_plan(
         cluster: Its devices may be left out and reordered; rank 0 of the plan holds the last stage.
         batch_size: Samples per optimizer step.
         micro_batch: Samples per micro-batch, or ``auto``.
-        schedule: ``gpipe``, ``1f1b`` or ``auto``.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved`` (devices hold several stages), or ``auto``.
         stages: Exactly so many stages; as many as pay by default.
         even: Split without a search: ``layers``, or ``time`` (also True) on the first device.
         cuts: Split by hand: the name of the first layer of every stage but the first.
@@ -97,6 +99,7 @@ def make_plan(
     if not request.is_fixed:
         fixed = len(winner.plan.stages) if request.device_order else int(pinned_last is not None)
         winner = polish(setting, winner, fixed=fixed, actions=_ACTIONS)
+        winner = _in_rounds(request, search, winner)
     plan = finish(setting, winner.plan, bound)
     rows = [single]
     if baselines:
@@ -171,6 +174,11 @@ def _check(request: _Request) -> _Request:
     if request.schedule not in (*SCHEDULES, "auto"):
         raise PlanError(
             f"schedule {request.schedule!r} is unknown; known are {', '.join(SCHEDULES)} and auto"
+        )
+    if request.schedule == "interleaved" and (request.is_fixed or request.stages is not None):
+        raise PlanError(
+            "the interleaved schedule was asked for together with given stages (cuts, even, or their "
+            "number): leave those out, or write the plan by hand"
         )
     if request.cuts is not None and request.even is not None:
         raise PlanError(f"cuts {request.cuts} and an even split were both asked for: give one of them")
@@ -326,6 +334,31 @@ def _placed(
         return 1 - lower_bound_s(chain.with_depth("serial"), objective_s) / objective_s
 
     return candidates, loss, objective_s
+
+
+def _in_rounds(request: _Request, search: _Found, winner: Candidate) -> Candidate:
+    """The best pipeline cut into rounds, where asked for or faster by more than a trifle; else the winner.
+
+    Raises:
+        InfeasibleError: Rounds were asked for and cannot be made.
+    """
+    forced = request.schedule == "interleaved"
+    several = [candidate for candidate in (winner, *search.found) if len(candidate.plan.stages) > 1]
+    start = min(several, key=lambda candidate: candidate.order, default=None)
+    allowed = request.schedule == "auto" and request.stages is None
+    if start is None or not (forced or (allowed and 4 * n_actions(start.plan) < _ACTIONS)):
+        found = None
+    else:
+        found = interleave(request.setting, start, actions=_ACTIONS)
+    if found is None and forced:
+        raise InfeasibleError(
+            "the interleaved schedule was asked for, but no pipeline of at least 2 devices that fits can be "
+            "cut into rounds: take schedule auto, more layers per device, or more memory"
+        )
+    if found is not None and (forced or found.step_s < WINS * winner.step_s):
+        search.found.append(winner)
+        return found
+    return winner
 
 
 def _depths(request: _Request, chain: Chain) -> tuple[Depth, ...]:
