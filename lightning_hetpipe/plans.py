@@ -21,7 +21,7 @@ from lightning_hetpipe.errors import ClusterError, PlanError
 from lightning_hetpipe.graph import LayerGraph, Route
 from lightning_hetpipe.predictions import Alternative as Alternative
 from lightning_hetpipe.predictions import Prediction as Prediction
-from lightning_hetpipe.schedule import SCHEDULES, Schedule, make_schedule
+from lightning_hetpipe.schedule import SCHEDULES, Schedule, make_schedule, stages_of_rank
 from lightning_hetpipe.text import align, format_seconds
 from lightning_hetpipe.units import format_bytes
 
@@ -98,7 +98,8 @@ class Plan:
         stages: In order of execution.
         batch_size: Samples of a full batch.
         micro_batch: Samples per micro-batch; the last ones of a batch may be smaller.
-        schedule: ``gpipe`` or ``1f1b``.
+        schedule: ``gpipe``, ``1f1b``, or ``interleaved``, under which a device may hold several stages
+            that are no neighbours.
         in_flight: Micro-batches that each stage may hold between forward and backward.
         graph_fingerprint: The model it was made for.
         profile_hash: The profile it was made from; empty for a hand-written plan.
@@ -162,6 +163,11 @@ class Plan:
     def executed_in_flight(self) -> tuple[int, ...]:
         """``in_flight`` with the loss stage, which goes in step with the one before it."""
         return (*self.in_flight, self.in_flight[-1]) if self.loss_apart else self.in_flight
+
+    @cached_property
+    def stages_of_rank(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that each rank holds, the loss stage not counted; several under ``interleaved``."""
+        return tuple(map(tuple, stages_of_rank(self.ranks_of_stage, len(self.cluster.devices))))
 
     @cached_property
     def ranks_of_stage(self) -> tuple[tuple[int, ...], ...]:
@@ -392,13 +398,31 @@ def _check_stages(plan: Plan) -> None:
                 f"the plan places a stage on device {name!r}, which cluster "
                 f"{plan.cluster.name!r} does not have; it has {', '.join(sorted(known))}"
             )
-        if used.count(name) > 1:
-            raise PlanError(f"device {name!r} is used by two stages; give each device one")
+        if used.count(name) > 1 and plan.schedule != "interleaved":
+            raise PlanError(
+                f"device {name!r} is used by two stages; give each device one, or make the schedule "
+                "interleaved"
+            )
+    if plan.schedule == "interleaved":
+        _check_rounds(plan.stages)
     if plan.cluster.devices[0].name not in plan.stages[-1].devices:
         raise PlanError(
             f"rank 0 ({plan.cluster.devices[0].name!r}) must hold the last stage, which is on "
             f"{', '.join(plan.stages[-1].devices)}: put that device first in the cluster"
         )
+
+
+def _check_rounds(stages: Sequence[Stage]) -> None:
+    for index, (stage, after) in enumerate(zip(stages, (*stages[1:], None))):
+        if stage.split != "none":
+            raise PlanError(
+                f"stage {index} is shared by {', '.join(stage.devices)}, which the interleaved schedule "
+                "cannot do: give it one device, or take 1f1b"
+            )
+        if after is not None and after.devices == stage.devices:
+            raise PlanError(
+                f"stages {index} and {index + 1} are neighbours, both on {stage.devices[0]!r}: make them one"
+            )
 
 
 def _read_plan(data: dict[str, Any]) -> Plan:

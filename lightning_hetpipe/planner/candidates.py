@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import InfeasibleError
@@ -14,6 +15,7 @@ from lightning_hetpipe.planner.cost import (
     layer_costs,
     one_f_one_b_step_s,
     safe_k,
+    steps_ahead,
 )
 from lightning_hetpipe.planner.groups import composite_name, refusal
 from lightning_hetpipe.planner.memory import Share
@@ -23,8 +25,8 @@ from lightning_hetpipe.planner.pools import Pools
 from lightning_hetpipe.planner.simulate import simulate_schedule, step_seconds
 from lightning_hetpipe.plans import Plan, Prediction, Stage
 from lightning_hetpipe.profiles import Profile
-from lightning_hetpipe.schedule import SCHEDULES
 
+ONE_STAGE = ("gpipe", "1f1b")  # schedules under which a device holds one stage
 MANY_ACTIONS = 30_000
 
 
@@ -93,8 +95,8 @@ class Setting:
 
 
 def schedules_of(schedule: str) -> tuple[str, ...]:
-    """The schedules that an option allows."""
-    return SCHEDULES if schedule == "auto" else (schedule,)
+    """The schedules of one stage per device that an option allows; rounds are cut from the best plan."""
+    return ONE_STAGE if schedule in ("auto", "interleaved") else (schedule,)
 
 
 def stages_of(placement: Placement, pools: Pools, cluster: Cluster, cuts: Sequence[int]) -> tuple[Stage, ...]:
@@ -160,7 +162,7 @@ def formula_s(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> fl
 
 def draft(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> Plan:
     """A plan with its ranks in order: the last stage first, then the others, then idle devices."""
-    used = [name for stage in (stages[-1], *stages[:-1]) for name in stage.devices]
+    used = dict.fromkeys(name for stage in (stages[-1], *stages[:-1]) for name in stage.devices)
     devices = {device.name: device for device in setting.cluster.devices}
     ordered = [devices.pop(name) for name in used] + list(devices.values())
     return Plan(
@@ -169,7 +171,7 @@ def draft(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> Plan:
         stages=tuple(stages),
         batch_size=setting.batch_size,
         micro_batch=micro_batch,
-        schedule="gpipe",
+        schedule="gpipe" if len(used) == sum(len(stage.devices) for stage in stages) else "interleaved",
         in_flight=(-(-setting.batch_size // micro_batch),) * len(stages),
         graph_fingerprint=setting.profile.graph.fingerprint,
     )
@@ -178,6 +180,8 @@ def draft(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> Plan:
 def with_schedule(setting: Setting, plan: Plan, schedule: str) -> Plan | None:
     """The plan under a schedule, in flight as much as pays and fits; None if not even the least fits."""
     m = len(plan.slices(plan.batch_size))
+    if schedule == "interleaved":
+        return _in_rounds(setting, plan, m)
     if schedule == "gpipe":
         wanted: Sequence[int] = (m,) * len(plan.stages)
     else:
@@ -188,6 +192,35 @@ def with_schedule(setting: Setting, plan: Plan, schedule: str) -> Plan | None:
     if counts is None or (schedule == "gpipe" and counts != tuple(wanted)):
         return None
     return replace(plan, schedule=schedule, in_flight=counts)
+
+
+def _in_rounds(setting: Setting, plan: Plan, m: int) -> Plan | None:
+    """The interleaved plan: in flight what a micro-batch's way to the loss and back takes, or what fits.
+
+    ``k_s = min(M, 1 + ceil( Σ_{j>=s} (t_j + hop_j) / T ))``, ``T`` being the busiest rank's seconds.
+    """
+    cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
+    seconds = [sum(cost.stage_seconds(stage, plan.micro_batch)) for stage in range(len(plan.stages))]
+    hops = [sum(hop) for hop in cost.hops(plan.micro_batch)]
+    period = max(sum(seconds[stage] for stage in held) for held in plan.stages_of_rank)
+    ahead = accumulate(t + hop for t, hop in zip(reversed(seconds), reversed([*hops, 0.0])))
+    counts = [min(m, 1 + steps_ahead(way, period)) for way in ahead][::-1]
+    limits = [device.memory_bytes for device in plan.cluster.devices]
+    while True:
+        plan = replace(plan, schedule="interleaved", in_flight=tuple(counts))
+        cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
+        full = [
+            rank
+            for rank, (used, limit) in enumerate(zip(cost.memory_bytes(), limits))
+            if limit is not None and used > limit
+        ]
+        if not full:
+            return plan
+        for rank in full:
+            most = max(plan.stages_of_rank[rank], key=lambda stage: counts[stage])
+            if counts[most] == 1:
+                return None
+            counts[most] -= 1
 
 
 def fitting(setting: Setting, plan: Plan, wanted: Sequence[int]) -> tuple[int, ...] | None:
@@ -232,7 +265,12 @@ def finish(setting: Setting, plan: Plan, images_per_s_bound: float) -> Plan:
         prediction=Prediction(
             step_s=step_s,
             images_per_s=plan.batch_size / step_s,
-            busy=tuple(busy[ranks[0]] for ranks in plan.ranks_of_stage),
+            busy=tuple(
+                busy[ranks[0]]
+                if len(plan.stages_of_rank[ranks[0]]) == 1
+                else len(cost.slices) * sum(mine) / timeline.step_s
+                for ranks, mine in zip(plan.ranks_of_stage, seconds)
+            ),
             memory_bytes=cost.memory_bytes(),
             forward_s=tuple(forward for forward, _ in seconds),
             backward_s=tuple(backward for _, backward in seconds),

@@ -23,6 +23,28 @@ def coarsen(chain: Chain, tolerance: float) -> tuple[Chain, Ints]:
             smallest limit, that may change stages with a dropped cut.
     """
     kept = np.array([0, *_kept(chain, tolerance), chain.n_layers])
+    return _with_cuts(chain, kept)
+
+
+def thin(chain: Chain, most: int) -> tuple[Chain, Ints]:
+    """At most so many layers: cuts evenly apart in time, each the one that the least crosses.
+
+    Unlike `coarsen` this may lose: what is placed on the thin chain is to be cut again on the full one
+    (`recut`), and bounded there.
+    """
+    most = max(most, chain.n_stages or 2)
+    if chain.n_layers <= most:
+        return chain, np.arange(chain.n_layers + 1)
+    share = (chain.seconds / chain.seconds[:, -1:]).mean(axis=0)[1:-1]
+    crossing = chain.hop_s.mean(axis=(0, 1))[1:-1]
+    bins = (share * (most - 1)).astype(np.int64)
+    order = np.lexsort([crossing, bins])
+    bins = bins[order]
+    inner = np.sort(order[np.diff(bins, prepend=-1) != 0]) + 1
+    return _with_cuts(chain, np.array([0, *inner, chain.n_layers]))
+
+
+def _with_cuts(chain: Chain, kept: Ints) -> tuple[Chain, Ints]:
     if len(kept) == chain.n_layers + 1 or len(kept) - 1 < (chain.n_stages or 1):
         return chain, np.arange(chain.n_layers + 1)
     coarse = replace(

@@ -39,16 +39,19 @@ def schedule_of(
 
 
 def reducing_stages(plan: Plan, graph: LayerGraph) -> tuple[int, ...]:
-    """Stages whose gradients have other owners: groups split by samples, and tied weights across stages."""
+    """Stages whose gradients have other owners: groups split by samples, and tied weights across ranks.
+
+    Of a rank that uses a tied weight in several stages, the last one reduces.
+    """
     found = {index for index, stage in enumerate(plan.stages) if stage.split == "batch"}
     for layers in graph.tied:
         owners = {
-            index
+            plan.ranks_of_stage[index]: index
             for index, stage in enumerate(plan.stages)
             if any(stage.start <= layer < stage.stop for layer in layers)
         }
         if len(owners) > 1:
-            found |= owners
+            found |= set(owners.values())
     return tuple(sorted(found))
 
 
@@ -151,7 +154,7 @@ class PlanCost:
             if any(other.start <= i < other.stop for group in groups for i in group)
         ]
         mine = [next(i for i in group if stage.start <= i < stage.stop) for group in groups]
-        return mine, tuple(ranks)
+        return mine, tuple(dict.fromkeys(ranks))
 
     def transfer(self, action: Action, source: int, target: int) -> tuple[float, float]:
         """Link time and latency of a send from one rank to another."""
@@ -242,7 +245,7 @@ class PlanCost:
         for stage, ranks, k in zip(self.plan.stages, self.plan.ranks_of_stage, self.plan.in_flight):
             held = n_slices if self.plan.schedule == "gpipe" else min(k, n_slices)
             for rank, share in zip(ranks, stage.shares):
-                per_rank[rank] = costs.memory_bytes(
+                per_rank[rank] += costs.memory_bytes(
                     self._names[rank],
                     stage.start,
                     stage.stop,
@@ -255,15 +258,16 @@ class PlanCost:
         return tuple(round(size) for size in per_rank)
 
     def optimizer_s(self) -> float:
-        """The slowest stage's optimizer step."""
+        """The slowest device's optimizer step."""
         costs = self._layers[max(self._layers)]
-        return max(
-            self.profile.device(name).optimizer_s_per_byte
-            * float(costs.parameter_bytes[stage.stop] - costs.parameter_bytes[stage.start])
-            * member_parts(self.profile, self.plan, stage, share)[1]
-            for stage in self.plan.stages
-            for name, share in zip(stage.devices, stage.shares)
-        )
+        seconds: dict[str, float] = {}
+        for stage in self.plan.stages:
+            for name, share in zip(stage.devices, stage.shares):
+                size = float(costs.parameter_bytes[stage.stop] - costs.parameter_bytes[stage.start])
+                size *= member_parts(self.profile, self.plan, stage, share)[1]
+                step_s = self.profile.device(name).optimizer_s_per_byte * size
+                seconds[name] = seconds.get(name, 0.0) + step_s
+        return max(seconds.values())
 
     def lower_bound_s(self) -> float:
         """No order of this plan's actions is faster (`cost.lower_bound_s`, for unequal slices).
@@ -274,16 +278,17 @@ class PlanCost:
             sum(sum(self.stage_seconds(stage, size)) for size in self.slices)
             for stage in range(len(self.plan.stages))
         ]
+        busiest = max(sum(busy[stage] for stage in held) for held in self.plan.stages_of_rank)
         chained = all(
             (route := self._routes.get((stage, stage + 1))) is not None and route.gradients
             for stage in range(len(busy) - 1)
         )
         if not chained:
-            return max(busy)
+            return busiest
         smallest = min(self.slices)
         seconds = [sum(self.stage_seconds(stage, smallest)) for stage in range(len(busy))]
         hops = [forward + backward for forward, backward in self.hops(smallest)]
-        bound = lower_bound_s(seconds, hops, 1)
+        bound = max(lower_bound_s(seconds, hops, 1), busiest)
         before = 0.0
         for stage, total in enumerate(busy):
             bound = max(bound, before + total)

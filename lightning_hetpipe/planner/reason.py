@@ -39,7 +39,7 @@ def explain(
         _rejected(plan, found),
         _limit(plan),
     ]
-    if gap > 0.02:
+    if gap > 0.005:
         parts.append(f"a better placement could save {gap:.0%} at most")
     return "; ".join(part for part in parts if part)
 
@@ -67,14 +67,17 @@ def _worth(setting: Setting, plan: Plan, rows: Sequence[Baseline]) -> str:
 def _bottleneck(setting: Setting, plan: Plan) -> str:
     cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
     size = plan.micro_batch
-    stages = [sum(cost.stage_seconds(index, size)) for index in range(len(plan.stages))]
+    seconds = [sum(cost.stage_seconds(index, size)) for index in range(len(plan.stages))]
+    stages = [sum(seconds[each] for each in plan.stages_of_rank[ranks[0]]) for ranks in plan.ranks_of_stage]
     slowest = int(np.argmax(stages))
-    text = f"stage {slowest} on {'+'.join(plan.stages[slowest].devices)} sets the pace"
+    mine = plan.stages_of_rank[plan.ranks_of_stage[slowest][0]]
+    held = f"stage {slowest}" if len(mine) == 1 else f"stages {', '.join(map(str, mine))}"
+    text = f"{held} on {'+'.join(plan.stages[slowest].devices)} sets the pace"
     hops = [max(hop) for hop in cost.hops(size)]
     if hops and max(hops) > max(stages):
         cut = int(np.argmax(hops))
         text = f"the link between stages {cut} and {cut + 1} sets the pace"
-    idle = len(plan.cluster.devices) - sum(len(stage.devices) for stage in plan.stages)
+    idle = len(plan.cluster.devices) - len({name for stage in plan.stages for name in stage.devices})
     return f"{text} ({max([*stages, *hops]):.4g} s per micro-batch)" + (
         f", {idle} devices idle" if idle else ""
     )

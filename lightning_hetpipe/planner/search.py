@@ -1,13 +1,13 @@
 """Makes a plan: places layers at each promising micro-batch size, simulates the best, explains the winner."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from lightning_hetpipe.cluster import Cluster
-from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.errors import InfeasibleError, PlanError
 from lightning_hetpipe.planner.arguments import check_arguments
 from lightning_hetpipe.planner.baselines import Alone, Baseline, data_parallel, even_split, fastest_single
 from lightning_hetpipe.planner.candidates import (
@@ -15,15 +15,17 @@ from lightning_hetpipe.planner.candidates import (
     Setting,
     finish,
     make_candidates,
+    n_actions,
     schedules_of,
     stages_of,
 )
 from lightning_hetpipe.planner.chain import Chain, Depth
 from lightning_hetpipe.planner.coarsen import coarsen
 from lightning_hetpipe.planner.cost import ADAM
+from lightning_hetpipe.planner.interleave import WINS, interleave
 from lightning_hetpipe.planner.merging import Look, Merges, Teams, forced_merges, search_merges
 from lightning_hetpipe.planner.microbatch import best_size, neighbours
-from lightning_hetpipe.planner.placement import Budget, Placements, place
+from lightning_hetpipe.planner.placement import Budget, Placements, lower_bound_s, place_thinly
 from lightning_hetpipe.planner.plan_cost import PlanCost
 from lightning_hetpipe.planner.polish import polish
 from lightning_hetpipe.planner.pools import Pools, in_order, make_chain, make_pools
@@ -37,7 +39,9 @@ _MARGIN = 1.1  # the closed form is off by as much, so placements up to here are
 _COARSE = 0.004  # cuts nearer to each other than this fraction of a period count as one
 _KEEP = 20  # placements that are simulated per micro-batch size
 _KEEP_MERGED = 4  # likewise, of a first look at some groups
-_ACTIONS = 100_000  # actions that re-ranking may simulate per micro-batch size
+_CUTS = 96  # cuts that the search over orders sees, or ...
+_CUTS_PER_DEVICE = 4  # ... as many as this for each device
+_ACTIONS = 40_000  # actions that re-ranking may simulate per micro-batch size
 
 
 def make_plan(
@@ -63,7 +67,7 @@ def make_plan(
         cluster: Its devices may be left out and reordered; rank 0 of the plan holds the last stage.
         batch_size: Samples per optimizer step; ``max`` for as many as memory allows (`largest_batch`).
         micro_batch: Samples per micro-batch, or ``auto``.
-        schedule: ``gpipe``, ``1f1b`` or ``auto``.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved`` (devices hold several stages), or ``auto``.
         stages: Exactly so many stages; as many as pay by default.
         even: Split without a search: ``layers``, or ``time`` (also True) on the first device.
         cuts: Split by hand: the name of the first layer of every stage but the first.
@@ -127,6 +131,7 @@ def make_plan(
     if not request.is_fixed:
         fixed = len(winner.plan.stages) if request.device_order else int(pinned_last is not None)
         winner = polish(setting, winner, fixed=fixed, actions=_ACTIONS)
+        winner = _in_rounds(request, search, winner)
     plan = finish(setting, winner.plan, bound)
     rows = [single]
     if baselines:
@@ -237,6 +242,11 @@ def _check(request: _Request) -> _Request:
         raise PlanError(
             f"schedule {request.schedule!r} is unknown; known are {', '.join(SCHEDULES)} and auto"
         )
+    if request.schedule == "interleaved" and (request.is_fixed or request.stages is not None):
+        raise PlanError(
+            "the interleaved schedule was asked for together with given stages (cuts, even, or their "
+            "number): leave those out, or write the plan by hand"
+        )
     if request.cuts is not None and request.even is not None:
         raise PlanError(f"cuts {request.cuts} and an even split were both asked for: give one of them")
     if request.cuts is not None and request.stages != len(request.cuts) + 1:
@@ -304,6 +314,7 @@ def _searched(request: _Request, single: Baseline) -> _Found:
         result.found.append(alone)
 
     beat_s = np.inf
+    gaps: list[Callable[[], float]] = []
 
     def visit(size: int) -> float:
         nonlocal beat_s
@@ -313,7 +324,7 @@ def _searched(request: _Request, single: Baseline) -> _Found:
             beat_s = min(beat_s, objective_s)
             best[size] = min((candidate.step_s for candidate in candidates), default=np.inf)
             if best[size] <= min(best.values()):
-                result.gap = gap
+                gaps.append(gap)
         return best[size]
 
     sizes = request.sizes
@@ -330,6 +341,7 @@ def _searched(request: _Request, single: Baseline) -> _Found:
         centre = sizes.index(min(best, key=lambda size: best[size]))
         around = [i for i in (centre - 1, centre + 1) if 0 <= i < len(sizes) and sizes[i] not in best]
         if not around:
+            result.gap = gaps[-1]()
             return result
         for i in around:
             visit(sizes[i])
@@ -351,8 +363,11 @@ def _square_root_size(setting: Setting, plan: Plan) -> float:
 
 def _placed(
     request: _Request, pools: Pools, size: int, upper_s: float, keep: int = _KEEP
-) -> tuple[list[Candidate], float, float]:
-    """The best placements at one micro-batch size, as simulated plans; the gap and the best objective."""
+) -> tuple[list[Candidate], Callable[[], float], float]:
+    """The best placements at one micro-batch size, as simulated plans; the gap and the best objective.
+
+    The gap is a question: where cuts were left out, answering it takes a while.
+    """
     setting = request.setting
     chain = make_chain(
         setting.costs(size),
@@ -365,12 +380,12 @@ def _placed(
     chain, cuts = coarsen(chain, _COARSE)
     candidates: list[Candidate] = []
     seen: set[tuple[Stage, ...]] = set()
-    gap, objective_s = 0.0, np.inf
+    gap, objective_s, thinned = 0.0, np.inf, False
     for depth in _depths(request, chain):
         if depth == "serial" and candidates:
             break
-        placements = _place(chain.with_depth(depth), upper_s)
-        gap = max(gap, placements.gap)
+        placements, bounded = _place(chain.with_depth(depth), upper_s)
+        gap, thinned = max(gap, placements.gap), thinned or not bounded
         if placements.found:
             objective_s = min(objective_s, placements.found[0].objective_s)
             upper_s = min(upper_s, objective_s)
@@ -379,7 +394,38 @@ def _placed(
             if stages not in seen:
                 seen.add(stages)
                 candidates += make_candidates(setting, stages, size)
-    return candidates, gap, objective_s
+
+    def loss() -> float:
+        if not thinned or not np.isfinite(objective_s):
+            return gap
+        return 1 - lower_bound_s(chain.with_depth("serial"), objective_s) / objective_s
+
+    return candidates, loss, objective_s
+
+
+def _in_rounds(request: _Request, search: _Found, winner: Candidate) -> Candidate:
+    """The best pipeline cut into rounds, where asked for or faster by more than a trifle; else the winner.
+
+    Raises:
+        InfeasibleError: Rounds were asked for and cannot be made.
+    """
+    forced = request.schedule == "interleaved"
+    several = [candidate for candidate in (winner, *search.found) if len(candidate.plan.stages) > 1]
+    start = min(several, key=lambda candidate: candidate.order, default=None)
+    allowed = request.schedule == "auto" and request.stages is None
+    if start is None or not (forced or (allowed and 4 * n_actions(start.plan) < _ACTIONS)):
+        found = None
+    else:
+        found = interleave(request.setting, start, actions=_ACTIONS)
+    if found is None and forced:
+        raise InfeasibleError(
+            "the interleaved schedule was asked for, but no pipeline of at least 2 devices that fits can be "
+            "cut into rounds: take schedule auto, more layers per device, or more memory"
+        )
+    if found is not None and (forced or found.step_s < WINS * winner.step_s):
+        search.found.append(winner)
+        return found
+    return winner
 
 
 def _depths(request: _Request, chain: Chain) -> tuple[Depth, ...]:
@@ -389,15 +435,16 @@ def _depths(request: _Request, chain: Chain) -> tuple[Depth, ...]:
     return ("safe",) if chain.memory is None else ("safe", "shallow", "serial")
 
 
-def _place(chain: Chain, upper_s: float) -> Placements:
-    """A search as hard as the size of the problem allows."""
+def _place(chain: Chain, upper_s: float) -> tuple[Placements, bool]:
+    """A search as hard as the size of the problem allows; whether its bound holds."""
     states = float(np.prod(chain.available + 1.0)) * chain.n_choices * chain.n_layers
     budget = (
         Budget(searches=30, rounds=6)
         if states <= 1e5
-        else Budget(labels=250, searches=4, rounds=10, slack=0.01)
+        else Budget(labels=150, searches=4, rounds=10, slack=0.01)
     )
-    return place(chain, tolerance=0.01, upper_s=upper_s, budget=budget)
+    most = max(_CUTS, _CUTS_PER_DEVICE * int(chain.available[: chain.n_choices].sum()))
+    return place_thinly(chain, most, tolerance=0.01, upper_s=upper_s, budget=budget)
 
 
 def _most(placements: Placements, n_micro_batches: int) -> int:

@@ -93,14 +93,15 @@ def _step_rows(plan: Plan, predicted: Timeline, measured: Timeline) -> list[tupl
 def _rank_rows(plan: Plan, predicted: Timeline, measured: Timeline) -> list[tuple[str, ...]]:
     memory = plan.prediction.memory_bytes if plan.prediction else ()
     rows: list[tuple[str, ...]] = []
-    for stage, ranks in enumerate(plan.ranks_of_stage):
-        for rank in ranks:
-            where = f"stage {stage} on {plan.cluster.devices[rank].name}"
-            busy = (predicted.busy[rank], measured.busy[rank])
-            rows.append((f"{where}: busy", *(f"{value:.0%}" for value in busy), ""))
-            if rank < len(memory) and rank < len(measured.peak_memory_bytes):
-                pair = (memory[rank], measured.peak_memory_bytes[rank])
-                rows.append((f"{where}: memory", *map(format_bytes, pair), _difference(*pair)))
+    for rank in dict.fromkeys(rank for ranks in plan.ranks_of_stage for rank in ranks):
+        stages = plan.stages_of_rank[rank]
+        word = "stage" if len(stages) == 1 else "stages"
+        where = f"{word} {', '.join(map(str, stages))} on {plan.cluster.devices[rank].name}"
+        busy = (predicted.busy[rank], measured.busy[rank])
+        rows.append((f"{where}: busy", *(f"{value:.0%}" for value in busy), ""))
+        if rank < len(memory) and rank < len(measured.peak_memory_bytes):
+            pair = (memory[rank], measured.peak_memory_bytes[rank])
+            rows.append((f"{where}: memory", *map(format_bytes, pair), _difference(*pair)))
     return rows
 
 

@@ -35,27 +35,31 @@ def lower(
     """The action list of every rank.
 
     Args:
-        orders: Per stage, its computations in order.
+        orders: Per rank, its computations in order.
         ahead: How many micro-batches the reader is ahead of the last stage (``in_flight`` of stage 0).
         reduce: Stages that share gradients with other ranks; they reduce once, at the end.
-
-    Raises:
-        ScheduleError: A rank holds two stages with different orders.
     """
     wiring = Wiring(routes, ranks_of_stage)
     reduce = set(reduce) if training else set()
+    n_stages = len(ranks_of_stage)
     actions: list[tuple[Action, ...]] = []
-    held_by: list[list[int]] = [[] for _ in range(n_ranks)]
-    for stage, ranks in enumerate(ranks_of_stage):
-        for rank in ranks:
-            held_by[rank].append(stage)
-    for rank, held in enumerate(held_by):
-        order = _in_step([orders[stage] for stage in held])
+    for rank, (order, held) in enumerate(zip(orders, stages_of_rank(ranks_of_stage, n_ranks))):
         if rank == 0:
-            order = _with_reader(order, held[0], len(orders), n_micro_batches, ahead, wiring)
+            # A loss stage goes in step with the one before it; other stages of the rank do not.
+            first = n_stages - 2 if n_stages - 2 in held and name != "interleaved" else n_stages - 1
+            order = _with_reader(order, first, n_stages, n_micro_batches, ahead, wiring)
         tail = [Action(stage, Kind.REDUCE_GRAD) for stage in held if stage in reduce]
         actions.append((*wiring.with_transfers(order), *tail))
     return Schedule(name, tuple(actions), tuple(map(tuple, ranks_of_stage)), n_micro_batches, training)
+
+
+def stages_of_rank(ranks_of_stage: RanksOfStage, n_ranks: int) -> list[list[int]]:
+    """The stages that each rank holds, in order."""
+    held: list[list[int]] = [[] for _ in range(n_ranks)]
+    for stage, ranks in enumerate(ranks_of_stage):
+        for rank in ranks:
+            held[rank].append(stage)
+    return held
 
 
 class Wiring:
@@ -130,11 +134,21 @@ class Wiring:
         return inputs, [(stage, Kind.SEND_B, source) for source in sent]
 
 
-def _in_step(orders: Sequence[list[Action]]) -> list[Action]:
-    """One order for a rank that holds two stages, the last one and its loss stage: forward, then backward.
+def in_step(orders: Orders, ranks_of_stage: RanksOfStage, n_ranks: int) -> Orders:
+    """Orders of ranks from orders of stages.
 
-    2F0 2F1 2B0 2B1  and  3F0 3F1 3B0 3B1    2F0 3F0 2F1 3F1 3B0 2B0 3B1 2B1
+    A rank holds two stages where a loss stage follows the last one: they go in step, forward then backward.
+
+        2F0 2F1 2B0 2B1  and  3F0 3F1 3B0 3B1    2F0 3F0 2F1 3F1 3B0 2B0 3B1 2B1
+
+    Raises:
+        ScheduleError: A rank holds two stages with different orders.
     """
+    held = stages_of_rank(ranks_of_stage, n_ranks)
+    return [_woven([orders[stage] for stage in stages]) for stages in held]
+
+
+def _woven(orders: Sequence[list[Action]]) -> list[Action]:
     woven: list[Action] = []
     for together in zip(*orders):
         if len({(action.kind, action.micro_batch) for action in together}) > 1:
