@@ -47,7 +47,7 @@ from lightning_hetpipe.strategy.options import (
 )
 from lightning_hetpipe.strategy.partition import OwnerMap
 from lightning_hetpipe.strategy.pipeline import Pipeline
-from lightning_hetpipe.strategy.pipelined import find_pipelined
+from lightning_hetpipe.strategy.pipelined import find_pipelined, refuse_one_layer
 from lightning_hetpipe.strategy.precision import check_optimizers
 from lightning_hetpipe.strategy.prepare import Run, prepare
 from lightning_hetpipe.strategy.progress import has_bar
@@ -257,7 +257,7 @@ class PipelineStrategy(Together):
         refuse_module(module)
         refuse_callbacks(trainer.callbacks)
         if not any(self._is_overridden(hook, module) for hook in ("configure_model", "setup")):
-            find_pipelined(module, self.options.module)
+            refuse_one_layer(module, *find_pipelined(module, self.options.module))
 
     def setup_environment(self) -> None:
         module = self.lightning_module

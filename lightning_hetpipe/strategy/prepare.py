@@ -41,7 +41,7 @@ from lightning_hetpipe.strategy.partition import (
     slots,
 )
 from lightning_hetpipe.strategy.pipeline import Pipeline
-from lightning_hetpipe.strategy.pipelined import find_pipelined
+from lightning_hetpipe.strategy.pipelined import find_pipelined, refuse_one_layer
 from lightning_hetpipe.strategy.planning import choose_plans
 from lightning_hetpipe.strategy.precision import prepare_precision
 from lightning_hetpipe.strategy.refine import SEES, Refinement, sees_micro_batches
@@ -89,6 +89,7 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
         HetPipeError: The module cannot be traced, no plan fits, or the plan is another model's.
     """
     name, pipelined = find_pipelined(run.module, run.options.module)
+    refuse_one_layer(run.module, name, pipelined)
     convert_norm(pipelined, run.options.norm)
     stand_in = StandIn(pipelined, _label(run.module, name))
     captured: Captured = run.exchange.lead(lambda: capture(stand_in))

@@ -142,6 +142,17 @@ def test_an_option_that_means_nothing_is_named_with_what_it_takes(
         hp.HetPipeStrategy(**options)
 
 
+class _OneLayer(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 4).double()  # type: ignore[assignment]
+
+
+def test_a_pipelined_module_that_is_one_layer_is_refused() -> None:
+    with pytest.raises(GraphError, match=r"'net' of _OneLayer is one layer \(Linear\), which cannot be cut"):
+        trainer(hp.HetPipeStrategy(TWO, start_method="fork"), 2).fit(_OneLayer(), loader())
+
+
 def test_shipped_clusters_are_known_by_name() -> None:
     cluster = hp.HetPipeStrategy("lab4").options.cluster
     assert cluster is not None
