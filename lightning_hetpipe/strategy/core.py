@@ -70,7 +70,7 @@ class PipelineStrategy(Together):
         plan: A `Plan`, a mapping or a file: neither profiles nor plans; refused if it belongs to another
             model. ``even``, or ``{"cuts": [layer names], "devices": [names]}``, gives the stages only.
         micro_batch: Samples per micro-batch, or ``auto``.
-        schedule: ``gpipe``, ``1f1b`` or ``auto``.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved`` (devices hold several stages) or ``auto``.
         norm: What BatchNorm does with micro-batches: ``keep``, ``deferred``, ``sync``, ``group``, ``freeze``.
         loss_reduction: How the user's loss reduces over samples: ``mean`` or ``sum``.
         start_method: ``popen``, ``fork`` or ``spawn``; without effect under torchrun or SLURM.
