@@ -233,7 +233,7 @@ def test_interleaved_is_the_schedule_of_its_picture() -> None:
     made, chain = rounds(in_flight=(4, 4, 3, 2))
     assert grid(made, chain, width=21) == drawn("""
         rank 0  rF0 rF1 rF2 rF3 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 rB0 ...
-        rank 1    . 0F0 0F1   .   . 2F0 2F1 0F2 0F3 2B0 2B1 2F2 0B0 2F3 0B1   . 2B2   . 2B3 0B2 0B3
+        rank 1    . 0F0 0F1   .   . 2F0 2F1 0F2 0F3 2B0 2B1 2F2 0B0 2F3 0B1   . 2B2   . 2B3 0B2 0B3 ...
     """)
 
 
