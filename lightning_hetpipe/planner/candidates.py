@@ -197,14 +197,16 @@ def with_schedule(setting: Setting, plan: Plan, schedule: str) -> Plan | None:
 def _in_rounds(setting: Setting, plan: Plan, m: int) -> Plan | None:
     """The interleaved plan: in flight what a micro-batch's way to the loss and back takes, or what fits.
 
-    ``k_s = min(M, 1 + ceil( Σ_{j>=s} (t_j + hop_j) / T ))``, ``T`` being the busiest rank's seconds.
+    ``k_s = min(M, D + ceil( Σ_{j>=s} (t_j + hop_j) / T ))``, ``T`` being the busiest rank's seconds and
+    ``D`` the number of devices, because so many micro-batches wait for their turn in a round.
     """
     cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
     seconds = [sum(cost.stage_seconds(stage, plan.micro_batch)) for stage in range(len(plan.stages))]
     hops = [sum(hop) for hop in cost.hops(plan.micro_batch)]
     period = max(sum(seconds[stage] for stage in held) for held in plan.stages_of_rank)
+    devices = {name for stage in plan.stages for name in stage.devices}
     ahead = accumulate(t + hop for t, hop in zip(reversed(seconds), reversed([*hops, 0.0])))
-    counts = [min(m, 1 + steps_ahead(way, period)) for way in ahead][::-1]
+    counts = [min(m, len(devices) + steps_ahead(way, period)) for way in ahead][::-1]
     limits = [device.memory_bytes for device in plan.cluster.devices]
     while True:
         plan = replace(plan, schedule="interleaved", in_flight=tuple(counts))

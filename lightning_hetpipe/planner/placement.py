@@ -221,9 +221,9 @@ def _seed(search: _Search, caps: Array) -> bool:
 
 
 def _seed_between(search: _Search, caps: Array) -> None:
-    """Hasty searches under a few of the caps, evenly apart in their logarithm."""
+    """Hasty searches under a few of the caps, evenly apart in their logarithm, the least one left out."""
     chain = search.chain
-    marks = np.geomspace(max(caps[0], 1e-12), caps[-1], _SEEDS)
+    marks = np.geomspace(max(caps[0], 1e-12), caps[-1], _SEEDS)[1:]
     chosen = caps[np.unique(np.searchsorted(caps, marks).clip(0, len(caps) - 1))]
     no_prices = np.zeros((len(chosen), len(chain.available)))
     targets = search.upper_s - (chain.n_micro_batches - 1) * chosen

@@ -40,7 +40,8 @@ def explain(
         _limit(plan),
     ]
     if gap > 0.005:
-        parts.append(f"a better placement could save {gap:.0%} at most")
+        single = " of one stage per device" if plan.schedule == "interleaved" else ""
+        parts.append(f"a better placement{single} could save {gap:.0%} at most")
     return "; ".join(part for part in parts if part)
 
 

@@ -82,15 +82,17 @@ def interleaved(
 ) -> Orders:
     """1F1B where ranks hold several stages: per rank, whatever can run, on paper.
 
-        rank 1 (stages 0, 2)  0F0 0F1 2F0 2F1  .   .  2B0 0F2 2B1 2F2 0B0 0F3 ...
-        rank 0 (stages 1, 3)   .  1F0 1F1 3F0 3B0 3F1 3B1 1B0 ...
+        rank 0  .  .  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+        rank 1 0F0 0F1 .   .  2F0 2F1 0F2 0F3 2B0 2B1 2F2 0B0 2F3 0B1  .  2B2  .  2B3 0B2 0B3
 
     Time runs on paper: the stages of a rank take one unit together, each the same part of it, and twice
     that for the backward; transfers are free. A rank that is idle takes, of what could start now, a backward
-    before a forward and a late stage before an early one, micro-batches in order. A stage waits with a
-    forward while it holds ``in_flight`` micro-batches. The oldest micro-batch can always go on, because
-    no stage ahead of it holds another, so any ``in_flight`` of at least 1 runs to its end, and the lists
-    follow from the plan alone. Ranks may hold different numbers of stages.
+    before a forward, unless it has just done a backward. Backwards come from the latest stage; forwards from
+    the earliest stage for as many micro-batches as there are ranks, then those from the next one, as in
+    Narayanan et al. 2021, where formulas fix the order for equal numbers of stages. A stage waits with a
+    forward while it holds ``in_flight`` micro-batches. The oldest micro-batch can always go on, because no
+    stage ahead of it holds another, so any ``in_flight`` of at least 1 runs to its end, and the lists follow
+    from the plan alone. Ranks may hold different numbers of stages.
 
     Args:
         ranks_of_stage: One rank for each stage.
@@ -132,6 +134,7 @@ class _Paper:
         self.held = [
             [s for s, r in enumerate(self.rank_of_stage) if r == rank] for rank in range(self.n_ranks)
         ]
+        self.width = len(set(self.rank_of_stage))
         unit = lcm(*(len(stages) for stages in self.held if stages))
         self.duration = [unit // len(self.held[rank]) for rank in self.rank_of_stage]
         self.started = {kind: [0] * n_stages for kind in (Kind.F, Kind.B)}
@@ -159,15 +162,32 @@ class _Paper:
                 idle.add(rank)
 
     def _next(self, rank: int) -> Action | None:
-        kinds = (Kind.B, Kind.F) if self.training else (Kind.F,)
-        for kind in kinds:
-            for stage in reversed(self.held[rank]):
-                m = self.started[kind][stage]
-                if m < self.n_micro_batches and self._ready(stage, kind, m):
-                    return Action(stage, kind, m)
-        return None
+        order = self.orders[rank]
+        if order and order[-1].kind is Kind.B:
+            return self._forward(rank) or self._backward(rank)
+        return self._backward(rank) or self._forward(rank)
 
-    def _ready(self, stage: int, kind: Kind, m: int) -> bool:
+    def _backward(self, rank: int) -> Action | None:
+        ready = self._ready(rank, Kind.B) if self.training else []
+        return max(ready, key=lambda action: action.stage, default=None)
+
+    def _forward(self, rank: int) -> Action | None:
+        def turn(action: Action) -> tuple[int, int]:
+            assert action.micro_batch is not None
+            return action.micro_batch // self.width, action.stage
+
+        return min(self._ready(rank, Kind.F), key=turn, default=None)
+
+    def _ready(self, rank: int, kind: Kind) -> list[Action]:
+        """The next action of each stage of a rank that could start now."""
+        nexts = [(stage, self.started[kind][stage]) for stage in self.held[rank]]
+        return [
+            Action(stage, kind, m)
+            for stage, m in nexts
+            if m < self.n_micro_batches and self._may_start(stage, kind, m)
+        ]
+
+    def _may_start(self, stage: int, kind: Kind, m: int) -> bool:
         last = len(self.rank_of_stage) - 1
         if kind is Kind.B:
             return m < self.over[Kind.F if stage == last else Kind.B][min(stage + 1, last)]

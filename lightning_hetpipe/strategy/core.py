@@ -75,7 +75,7 @@ class PipelineStrategy(Together):
             model. ``even``, or ``{"cuts": [layer names], "devices": [names]}``, gives the stages only; a list
             of names among the devices is a group.
         micro_batch: Samples per micro-batch, or ``auto``.
-        schedule: ``gpipe``, ``1f1b`` or ``auto``.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved`` (devices hold several stages) or ``auto``.
         merge: ``auto`` lets devices share a stage where that pays, ``never`` does not; or lists of devices,
             each of which must share one.
         norm: What BatchNorm does with micro-batches: ``keep``, ``deferred``, ``sync``, ``group``, ``freeze``.

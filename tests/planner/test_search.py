@@ -175,7 +175,7 @@ def test_devices_with_links_of_their_own_are_told_apart() -> None:
     slow = dataclasses.replace(link, bandwidth_bytes_per_s=1e5)
     links = (link, dataclasses.replace(slow, source="d1"), dataclasses.replace(slow, target="d1"))
     plan = make_plan(profile, dataclasses.replace(cluster, links=links), 16, baselines=False)
-    assert sorted(devices(plan)) == ["d0", "d2"]
+    assert set(devices(plan)) == {"d0", "d2"}
 
 
 def test_the_bound_is_the_sum_of_what_each_device_reaches_alone() -> None:
