@@ -123,9 +123,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=3)
     args = parser.parse_args()
     worst = 0.0
-    print(
-        f"{'model':10s} {'schedule':8s} {'micro-batch':>11s}  device  {'predicted':>10s} {'measured':>10s}  off"
-    )
+    print("model      schedule micro-batch  device   predicted   measured  off")
     for case in itertools.product(args.models, args.schedules, args.micro_batches):
         for device, predicted, measured in rows_of(*case, args):
             off = predicted / measured - 1
