@@ -19,7 +19,7 @@ BATCH = 16
 
 
 class Pictures(L.LightningModule):
-    """Convolutions with large activations, then layers with large weights; 20 to 60 MB on each of two ranks."""
+    """Convolutions with large activations, then layers with large weights; 20 to 60 MB on each rank."""
 
     def __init__(self, optimizer: str) -> None:
         super().__init__()
