@@ -16,6 +16,8 @@ from lightning_hetpipe.units import format_bytes
 
 Clock = Callable[[], float]
 
+_INTERPRETER_BYTES = 4 * 2**20  # by which its heap may grow meanwhile: no part of the device's memory
+
 
 class Emulator:
     """Stretches the compute sections of one rank, and limits what it may allocate.
@@ -95,7 +97,7 @@ class Emulator:
         if self.memory_bytes is None:
             return
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        soft = status_bytes("VmData") + max(0, self.memory_bytes - held_bytes)
+        soft = status_bytes("VmData") + max(0, self.memory_bytes - held_bytes) + _INTERPRETER_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (soft if hard < 0 else min(soft, hard), hard))
         self._limited = True
 

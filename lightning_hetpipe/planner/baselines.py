@@ -69,9 +69,10 @@ class Alone:
             full, rest = divmod(samples, size)
             costs = self.setting.costs(size)
             n_layers = len(costs.graph)
-            memory = costs.memory_bytes(
-                name, 0, n_layers, 1, n_micro_batches=-(-samples // size)
-            ) + batch_bytes(costs, samples)
+            m = -(-samples // size)
+            held = 1 if "1f1b" in self.setting.schedules else m
+            memory = costs.memory_bytes(name, 0, n_layers, held, n_micro_batches=m)
+            memory += batch_bytes(costs, samples)
             if limit is not None and memory > limit:
                 continue
             seconds = profile.device(name).optimizer_s_per_byte * self.parameter_bytes

@@ -25,12 +25,13 @@ Depth = Literal["all", "safe", "shallow", "serial"]
 class MemoryTables:
     """Bytes of a run ``start..stop`` with ``k`` of ``n`` micro-batches in flight.
 
-    ``every`` if ``k >= n``, else ``max(fewer + k held, optimizer)``; see `planner.memory`.
+    ``every`` if ``k >= n``, else the largest of ``steady + k kept``, ``fill + k (kept + sent)`` and
+    ``optimizer``; see `planner.memory`.
 
     Attributes:
-        every, fewer, optimizer: ``[choices, layers + 1, layers + 1]``; what only the last stage holds is
-            part of them.
-        held: ``[layers + 1, layers + 1]``, per micro-batch in flight.
+        every, steady, fill, optimizer: ``[choices, layers + 1, layers + 1]``; what only the last stage
+            holds is part of them.
+        kept, sent: ``[layers + 1, layers + 1]``.
         n_micro_batches: ``n``.
         limit: Per choice; infinite where unknown.
         grows: ``[layers + 1]``: about how the need of a run grows with its layers, as prefix sums.
@@ -38,9 +39,11 @@ class MemoryTables:
     """
 
     every: Array
-    fewer: Array
+    steady: Array
+    fill: Array
     optimizer: Array
-    held: Array
+    kept: Array
+    sent: Array
     n_micro_batches: int
     limit: Array
     grows: Array
@@ -48,12 +51,11 @@ class MemoryTables:
 
     def fits(self, choice: Ints, start: Ints, stop: Ints, k: Ints | int) -> Bools:
         """Whether each run fits; the arguments are broadcast together."""
-        fewer = self.fewer[choice, start, stop] + k * self.held[start, stop]
-        need = np.where(
-            np.asarray(k) >= self.n_micro_batches,
-            self.every[choice, start, stop],
-            np.maximum(fewer, self.optimizer[choice, start, stop]),
-        )
+        run = choice, start, stop
+        kept = k * self.kept[start, stop]
+        fewer = np.maximum(self.steady[run] + kept, self.fill[run] + kept + k * self.sent[start, stop])
+        fewer = np.maximum(fewer, self.optimizer[run])
+        need = np.where(np.asarray(k) >= self.n_micro_batches, self.every[run], fewer)
         return np.asarray(need <= self.limit[choice])
 
     def at(self, cuts: Ints) -> "MemoryTables":
@@ -63,9 +65,11 @@ class MemoryTables:
         return replace(
             self,
             every=self.every[runs],
-            fewer=self.fewer[runs],
+            steady=self.steady[runs],
+            fill=self.fill[runs],
             optimizer=self.optimizer[runs],
-            held=self.held[pairs],
+            kept=self.kept[pairs],
+            sent=self.sent[pairs],
             grows=self.grows[cuts],
             crosses=self.crosses[:, cuts],
         )

@@ -17,7 +17,7 @@ layer ``l`` works, the last micro-batch holds what the layers up to ``l`` keep.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,8 @@ from lightning_hetpipe.graph import READER, LayerGraph, Value
 from lightning_hetpipe.profiles import DeviceProfile
 
 Array = npt.NDArray[np.float64]
-Figures = TypeVar("Figures", float, Array)
+_AHEAD = 2  # receives that are posted before they are waited for (`engine.edge.AHEAD`)
+Figures = TypeVar("Figures", bound=Any)  # bytes of one run, or a table of them
 
 
 @dataclass(frozen=True)
@@ -106,30 +107,51 @@ class Activations:
         """Prefix sums of `new`, ``[layers + 1]``."""
         return np.concatenate([[0.0], np.cumsum(self.new)])
 
-    def held_bytes(self, start: int, stop: int, copied: bool) -> float:
-        """What a run holds between a micro-batch's forward and backward.
-
-        Args:
-            copied: Messages are sent from a copy of their own.
-        """
+    def held(self, start: int, stop: int) -> "Held[float]":
+        """What a run holds between a micro-batch's forward and backward."""
         kept = self._kept[(start <= self._keeper) & (self._keeper < stop) & (self._before < start)].sum()
         leaving = (start <= self._producer) & (self._producer < stop) & (stop <= self._last)
         out = self._made[leaving & (stop <= self._first)].sum()
-        sent = self._made[leaving].sum() if copied and stop < self.n_layers else 0.0
-        return float(kept + out + sent)
+        sent = self._made[leaving].sum() if stop < self.n_layers else 0.0
+        return Held(float(kept + out + self._beside(start)[stop]), float(out), float(sent))
 
-    def held_table(self, copied: bool) -> Array:
-        """`held_bytes` of every run, ``[start, stop]``."""
+    def held_tables(self) -> "Held[Array]":
+        """`held` of every run, ``[start, stop]``."""
         n = self.n_layers
-        table = np.zeros((n + 1, n + 1))
+        kept, out, sent = (np.zeros((n + 1, n + 1)) for _ in range(3))
         for before, keeper, size in zip(self._before, self._keeper, self._kept):
-            table[before + 1 : keeper + 1, keeper + 1 :] += size
+            kept[before + 1 : keeper + 1, keeper + 1 :] += size
         for producer, last, first, size in zip(self._producer, self._last, self._first, self._made):
             if producer != READER:
-                table[: producer + 1, producer + 1 : min(last, first) + 1] += size
-                if copied:
-                    table[: producer + 1, producer + 1 : min(last, n - 1) + 1] += size
-        return table
+                out[: producer + 1, producer + 1 : min(last, first) + 1] += size
+                sent[: producer + 1, producer + 1 : min(last, n - 1) + 1] += size
+        kept[:n] += [self._beside(start) for start in range(n)]
+        return Held(kept + out, out, sent)
+
+    def _beside(self, start: int) -> Array:
+        """What arrives in one message with something that is kept, and so lives as long, by ``stop``."""
+        beside, any_kept = np.zeros(self.n_layers + 1), np.zeros(self.n_layers + 1, dtype=bool)
+        for value in self.graph.crossing(start) if start else ():
+            used = min((layer for layer in value.consumers if layer >= start), default=self.n_layers)
+            keeper = min((layer for layer in value.kept_by if layer >= start), default=self.n_layers)
+            beside[used + 1 : keeper + 1] += value.size_bytes(self.micro_batch)
+            any_kept[keeper + 1 :] = True
+        return np.where(any_kept, beside, 0.0)
+
+
+@dataclass(frozen=True)
+class Held(Generic[Figures]):
+    """Bytes of one micro-batch between forward and backward.
+
+    Attributes:
+        kept: By autograd, or as what the backward begins with.
+        out: The part of it that nobody but the next stages keeps.
+        sent: Of the message to the next stages, while it is under way.
+    """
+
+    kept: Figures
+    out: Figures
+    sent: Figures
 
 
 @dataclass(frozen=True)
@@ -164,52 +186,65 @@ class Memory:
             share: The device's part of the stage.
         """
         run = slice(start, stop)
-        kept = self.activations
-        held, unsent = (
-            in_flight * kept.held_bytes(start, stop, each) * share.samples for each in (copied, False)
-        )
-        there = (kept.sums[start + 1 : stop + 1] - kept.sums[stop]) * share.samples
+        held = self.activations.held(start, stop)
+        sums = self.activations.sums
+        there = (sums[start + 1 : stop + 1] - sums[stop]) * share.samples
         behind = (self.parameter_bytes[stop] - self.parameter_bytes[start + 1 : stop + 1]) * share.weights
         ahead, back = self._needs(share)
-        forward, backward = float((ahead[run] + there).max()), float((back[run] + there).max())
-        weights = float(self.parameter_bytes[stop] - self.parameter_bytes[start]) * share.weights
-        waiting = float(self.returning[stop]) * share.samples
-        if n is not None and in_flight >= n:
-            first = float((back[run] + there + behind).max())
-            second = weights + backward - unsent / in_flight if n > 1 else 0.0
-            step = max(held + forward, unsent + waiting + max(first, second))
-        else:
-            step = weights + held + waiting + float(self.entering[start]) * share.samples
-            step += max(forward, backward)
-        largest = float(np.diff(self.parameter_bytes)[run].max()) * share.weights
-        return max(
-            weights * (1 + self.optimizer_copies) + step,
-            self._optimizer(weights, largest),
+        moments = self._moments(
+            held=Held(*(each * share.samples for each in (held.kept, held.out, held.sent * copied))),
+            forward=float((ahead[run] + there).max()),
+            backward=float((back[run] + there).max()),
+            first=float((back[run] + there + behind).max()),
+            weights=float(self.parameter_bytes[stop] - self.parameter_bytes[start]) * share.weights,
+            largest=float(np.diff(self.parameter_bytes)[run].max()) * share.weights,
+            messages=float(self._messages(copied)[start]) * share.samples,
+            returning=float(self.returning[stop]) * share.samples,
+        )
+        return float(moments.peak(in_flight, n))
+
+    def tables(self, *, copied: bool) -> "Moments[Array]":
+        """The moments of all runs, ``[start, stop]`` each."""
+        held = self.activations.held_tables()
+        ahead, back = self._needs(WHOLE)
+        sums, parameters = self.activations.sums, self.parameter_bytes
+        return self._moments(
+            held=Held(held.kept, held.out, held.sent * copied),
+            forward=_running_max(ahead + sums[1:]) - sums,
+            backward=_running_max(back + sums[1:]) - sums,
+            first=_running_max(back + sums[1:] - parameters[1:]) - sums + parameters,
+            weights=parameters[None, :] - parameters[:, None],
+            largest=_running_max(np.diff(parameters)),
+            messages=np.broadcast_to(self._messages(copied)[:, None], held.kept.shape),
+            returning=np.broadcast_to(self.returning[None, :], held.kept.shape),
         )
 
-    def tables(self, n: int, *, copied: bool) -> tuple[Array, Array, Array]:
-        """The same for all runs, ``[start, stop]`` each.
-
-        Returns:
-            The peak with all ``n`` micro-batches in flight; with fewer, without what they hold; and the
-            optimizer's.
-        """
-        kept = self.activations
-        held, unsent = kept.held_table(copied), kept.held_table(False)
-        ahead, back = self._needs(WHOLE)
-        sums, parameters = kept.sums, self.parameter_bytes
-        forward = _running_max(ahead + sums[1:]) - sums
-        backward = _running_max(back + sums[1:]) - sums
-        first = _running_max(back + sums[1:] - parameters[1:]) - sums + parameters
-        weights = parameters[None, :] - parameters[:, None]
-        largest = _running_max(np.diff(parameters))
+    def _moments(
+        self,
+        held: Held[Figures],
+        forward: Figures,
+        backward: Figures,
+        first: Figures,
+        weights: Figures,
+        largest: Figures,
+        messages: Figures,
+        returning: Figures,
+    ) -> "Moments[Figures]":
         state = weights * (1 + self.optimizer_copies)
-        waiting = self.returning[None, :]
-        second = weights + backward - unsent if n > 1 else np.zeros_like(held)
-        every = np.maximum(n * held + forward, n * unsent + waiting + np.maximum(first, second)) + state
-        fewer = weights + waiting + self.entering[:, None] + np.maximum(forward, backward) + state
-        optimizer = self._optimizer(weights, largest)
-        return np.maximum(every, optimizer), fewer, optimizer
+        of_largest, of_all = self.passing.optimizer
+        full = state + weights
+        return Moments(
+            held=held,
+            fill=state + np.maximum(forward - held.out - held.sent, 0.0),
+            first=state + returning + first,
+            second=full + returning + backward - held.kept,
+            steady=full + messages + held.sent + np.maximum(forward - held.out, returning + backward),
+            optimizer=full + weights * of_all + largest * of_largest,
+        )
+
+    def _messages(self, copied: bool) -> Array:
+        """By first layer: inputs that come ahead of their turn, and the last gradient that was sent."""
+        return _AHEAD * self.entering + copied * self.returning
 
     def _needs(self, share: Share) -> tuple[Array, Array]:
         """Bytes beyond what the micro-batches hold, in the forward and in the backward of each layer."""
@@ -221,9 +256,38 @@ class Memory:
             backward * share.samples + passing.backward_fixed * share.weights,
         )
 
-    def _optimizer(self, weights: Figures, largest: Figures) -> Figures:
-        of_largest, of_all = self.passing.optimizer
-        return weights * (2 + self.optimizer_copies + of_all) + largest * of_largest
+
+@dataclass(frozen=True)
+class Moments(Generic[Figures]):
+    """Bytes at the moments that may be the fullest, without what the micro-batches in flight hold.
+
+    Attributes:
+        held: Per micro-batch in flight.
+        fill: The last forward before the first backward; no message is known to be taken.
+        first, second: The first backwards where all forwards come before them.
+        steady: Where they do not, and one message is under way.
+        optimizer: No micro-batch is in flight.
+    """
+
+    held: Held[Figures]
+    fill: Figures
+    first: Figures
+    second: Figures
+    steady: Figures
+    optimizer: Figures
+
+    def peak(self, in_flight: int, n: int | None) -> Figures:
+        """The peak with so many of ``n`` micro-batches in flight; None for more than those."""
+        kept = in_flight * self.held.kept
+        fill = self.fill + kept + in_flight * self.held.sent
+        if n is None or in_flight < n:
+            running = self.steady + kept
+        elif n > 1:
+            running = np.maximum(self.first, self.second) + kept
+        else:
+            running = self.first + kept
+        found: Figures = np.maximum(np.maximum(fill, running), self.optimizer)
+        return found
 
 
 def passing_needs(device: DeviceProfile, activations: Activations, parameters: Array, back: Array) -> Passing:

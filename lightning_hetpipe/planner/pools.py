@@ -220,22 +220,31 @@ def _memory(
     limits = [cluster.device(name).memory_bytes for name in firsts]
     if all(limit is None for limit in limits):
         return None
-    copied = is_copied(cluster)
-    held = costs.activations.held_table(copied)
-    every, fewer, optimizer = map(
-        np.stack, zip(*(costs.memory(name).tables(m, copied=copied) for name in firsts))
+    moments = [costs.memory(name).tables(copied=is_copied(cluster)) for name in firsts]
+    every, steady, fill, optimizer = (
+        np.stack(tables)
+        for tables in (
+            [each.peak(m, m) for each in moments],
+            [each.steady for each in moments],
+            [each.fill for each in moments],
+            [each.optimizer for each in moments],
+        )
     )
-    for table in (every, fewer, optimizer):
+    for table in (every, steady, fill, optimizer):
         table[:, :, -1] += batch_bytes(costs, batch_size)
+    held = moments[0].held
     tables = MemoryTables(
         every=every,
-        fewer=fewer,
+        steady=steady,
+        fill=fill,
         optimizer=optimizer,
-        held=held,
+        kept=held.kept,
+        sent=held.sent,
         n_micro_batches=m,
         limit=np.array([np.inf if limit is None else float(limit) for limit in limits]),
         grows=costs.parameter_bytes * (2 + costs.optimizer_copies) + m * costs.activations.sums,
         crosses=np.stack([costs.forward_bytes, costs.backward_bytes, costs.activations.waiting]),
     )
     limit = tables.limit[:, None, None]
-    return None if (np.maximum(every, fewer + m * held) <= limit).all() else tables
+    most = np.maximum(steady + m * held.kept, fill + m * (held.kept + held.sent))
+    return None if (np.maximum(every, most) <= limit).all() else tables

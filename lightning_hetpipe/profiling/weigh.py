@@ -13,7 +13,7 @@ from lightning_hetpipe.tracing import StageModule
 
 T = TypeVar("T")
 Table = tuple[tuple[float, float], ...]
-N_TENSORS, TENSOR_BYTES = (2, 6), 2**20
+N_TENSORS, TENSOR_BYTES = (1, 3), 8 * 2**20  # the kernel counts resident memory to about 1 MiB
 
 
 class Weights(NamedTuple):
@@ -112,7 +112,7 @@ def weigh_optimizer(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> OptimizerNeeds:
-    """Lets an optimizer step on few and on more parameters of 1 MiB, and sees what it keeps and needs.
+    """Lets an optimizer step on few and on more parameters of 8 MiB, and sees what it keeps and needs.
 
     Draws no random numbers.
 
@@ -134,7 +134,7 @@ def weigh_optimizer(
     (copies, few), (_, many) = rows
     of_all = max(0.0, (many - few) / (N_TENSORS[1] - N_TENSORS[0]))
     of_largest = max(0.0, few - N_TENSORS[0] * of_all)
-    return OptimizerNeeds(round(copies, 2), round(of_largest, 1), round(of_all, 1))
+    return OptimizerNeeds(round(copies, 2), round(2 * of_largest) / 2, round(2 * of_all) / 2)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

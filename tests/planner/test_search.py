@@ -235,8 +235,9 @@ def test_a_profile_of_other_numbers_has_another_hash() -> None:
 def test_the_readers_batch_counts_in_the_last_stages_memory() -> None:
     graph = make_graph(1, parameter_bytes=1000, saved=100.0)
     profile = make_profile(graph, [1.0])
-    # Parameter, gradient and two states; one slice's activations, its received input, and the whole batch.
-    need = 4 * 1000 + 2 * 100 + 2 * 50 + 8 * 50
+    # Parameter, gradient and two states; a slice's activations and output; the gradient that its backward
+    # makes; two inputs ahead of their turn; the whole batch.
+    need = 4 * 1000 + 2 * 100 + 2 * 10 + 1000 + 2 * 2 * 50 + 8 * 50
     options = {"micro_batch": 2, "schedule": "1f1b", "baselines": False}
     plan = make_plan(profile, make_cluster([1.0], memory_bytes=[need]), 8, **options)
     assert plan.prediction.memory_bytes == (need,)

@@ -146,8 +146,9 @@ def test_a_hand_written_plan_is_simulated_with_its_memory() -> None:
     assert timeline.step_s == pytest.approx(0.04 + 4 * 0.06, rel=1e-3)
     assert timeline.n_ranks == 3
     assert timeline.busy[2] == 0
-    last = 3 * 1000 * 3 + (3 * 500 * 2 + 0) + (200 + 200 + 0) + 8 * 50
-    first = 1000 * 3 + 2 * (500 * 2 + 200) + (100 + 0 + 200)
+    # Weights, gradients, state; what is in flight; what is received; the last layer's backward; the batch.
+    last = 3 * 1000 * 3 + (3 * 500 * 2 + 20) + 2 * 200 + (200 + 1000) + 8 * 50
+    first = 1000 * 3 + 2 * (500 * 2 + 200) + 2 * 100 + 200 + 1000 + 200
     assert timeline.peak_memory_bytes == (last, first, 0)
 
 

@@ -126,6 +126,26 @@ def test_costs_of_layers_are_counted_per_sample() -> None:
     assert layers["0"].flops_per_sample == 2 * 6 * 10
     assert layers["0"].parameter_bytes == 4 * (6 * 10 + 10)
     assert layers["3"].flops_per_sample == 2 * 10 * 3
+    # Nobody keeps what the ReLU changes in place; its result is kept by itself and by the next layer.
+    assert {value.name: value.kept_by for value in graph.values} == {
+        "input": (0,), "0": (1,), "1": (), "2": (2, 3), "3": ()
+    }  # fmt: skip
+    assert layers["2"].saved_bytes_per_sample == 0
+
+
+def test_a_view_keeps_the_memory_that_it_looks_at() -> None:
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x)[:, 0])
+
+    graph = trace(Picks(), (torch.randn(4, 5, 6),), {}).graph
+    picked = graph.value("getitem")
+    assert (picked.kept_by, picked.bytes_per_sample) == ((2,), 8 * 4)
+    assert graph.layers[2].saved_bytes_per_sample == 4 * 8 * 4  # the other four of five rows
 
 
 def test_fingerprints_tell_models_apart_but_not_batches() -> None:

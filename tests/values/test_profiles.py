@@ -51,7 +51,7 @@ def test_a_saved_profile_is_read_back_equal(tmp_path: Path) -> None:
         ("{", "not JSON"),
         (PROFILE.to_json()[:300], "not JSON"),
         (PROFILE.to_json().replace('"graph"', '"grph"'), "damaged"),
-        (PROFILE.to_json().replace('"format": 1', '"format": 0'), "measure again"),
+        (PROFILE.to_json().replace('"format": 2', '"format": 0'), "measure again"),
         (PROFILE.to_json().replace("3.0", "NaN"), "backward_s has a value that is not a finite number"),
         (PROFILE.to_json().replace("3.0", "-3.0"), "backward_s has a value that is not a finite number"),
         (PROFILE.to_json().replace("3.0", '"3.0"'), "backward_s has a value that is not a finite number"),
