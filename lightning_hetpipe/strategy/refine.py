@@ -54,7 +54,9 @@ class Verdict:
 def sees_micro_batches(module: nn.Module) -> bool:
     """Whether a BatchNorm of the module normalises by the samples of a micro-batch."""
     return any(
-        isinstance(layer, _BatchNorm) and not isinstance(layer, FrozenBatchNorm) and layer.training
+        isinstance(layer, _BatchNorm)
+        and not isinstance(layer, FrozenBatchNorm)
+        and (layer.training or layer.running_mean is None)
         for layer in module.modules()
     )
 
@@ -76,7 +78,9 @@ class Watch:
         return Trial(buffers != self._buffers, generators != self._generators, reader_draws)
 
     def _look(self) -> tuple[list[tuple[int, int]], bytes]:
-        buffers = [(id(each), each._version) for each in self._module.buffers()]
+        buffers = [  # inference tensors count no versions
+            (id(each), 0 if each.is_inference() else each._version) for each in self._module.buffers()
+        ]
         return buffers, _generators()
 
 
@@ -135,7 +139,7 @@ class Refinement:
             self._turns = []
 
     def _verdict(self) -> Verdict:
-        # The first one warmed up; where rivals were left out early there may be no other.
+        # The first one warmed up; where the plan's own first step left all rivals out there is no other.
         best = {index: min(self._seconds[index][1:], default=float("inf")) for index in self._open}
         if len(best) == 1:
             return Verdict(0, f"not refined: {self._kept}")

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cluster import Cluster, Device
 from lightning_hetpipe.plans import Plan, Stage, micro_batch_sizes
-from lightning_hetpipe.strategy.refine import Refinement, Trial, Verdict, Watch, settled
+from lightning_hetpipe.stage.norm import convert_norm
+from lightning_hetpipe.strategy.refine import (
+    Refinement,
+    Trial,
+    Verdict,
+    Watch,
+    sees_micro_batches,
+    settled,
+)
 from lightning_hetpipe.tracing import trace
 from tests.helpers.models import CLASSES, Classifier, loader
 from tests.helpers.parity import Recorder, assert_equal, one_device
@@ -105,6 +113,23 @@ def test_a_watch_notices_buffers_that_change() -> None:
     watch = Watch(norm)
     norm(torch.ones(2, 2))
     assert watch.trial() == Trial(True, False)
+
+
+def test_only_batchnorm_that_normalises_by_the_batch_sees_micro_batches() -> None:
+    assert sees_micro_batches(nn.Sequential(nn.BatchNorm1d(2)))
+    assert sees_micro_batches(nn.BatchNorm1d(2, track_running_stats=False).eval())
+    for policy in ("deferred", "sync"):
+        assert sees_micro_batches(convert_norm(nn.Sequential(nn.BatchNorm1d(2)), policy))
+    for policy in ("group", "freeze"):
+        assert not sees_micro_batches(convert_norm(nn.Sequential(nn.BatchNorm1d(32)), policy))
+    assert not sees_micro_batches(nn.Sequential(nn.BatchNorm1d(2).eval(), nn.LayerNorm(2)))
+
+
+def test_a_watch_looks_at_buffers_made_in_inference_mode() -> None:
+    module = nn.Linear(2, 2)
+    with torch.inference_mode():
+        module.register_buffer("cache", torch.ones(2))
+    assert Watch(module).trial() == Trial(False, False)
 
 
 def plain_net(*extra: nn.Module) -> nn.Module:
