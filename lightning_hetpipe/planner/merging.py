@@ -38,6 +38,8 @@ _MOST = 8  # members of a group
 _ROWS = 4  # samples per member at which a split by samples is first looked at
 _PARTITIONS = 10  # that are tried, each by channels and by samples
 _FINALISTS = 2  # that are searched over all micro-batch sizes
+_LARGE = 1500  # layers times devices from which on less is tried
+_PARTITIONS_LARGE = 2
 
 Teams = tuple[tuple[str, ...], ...]
 # Candidates of a setting at some micro-batch sizes, or over all that are worth it.
@@ -121,8 +123,9 @@ def search_merges(
     if sharing is None or len(setting.cluster.devices) < 2:
         return Merges()
     size = best.plan.micro_batch if best else neighbours(setting.sizes, max(1, setting.batch_size // 8), 1)[0]
+    large = len(setting.profile.graph) * len(setting.cluster.devices) > _LARGE
     results: list[tuple[Candidate, Setting]] = []
-    for teams in islice(teams_to_try(setting), _PARTITIONS):
+    for teams in islice(teams_to_try(setting), _PARTITIONS_LARGE if large else _PARTITIONS):
         for split in SPLITS:
             fewest = 1 if split == "channel" else _ROWS * max(map(len, teams))
             sizes = neighbours(setting.sizes, max(size, fewest), 1 if best else 3)
@@ -134,7 +137,7 @@ def search_merges(
     results.sort(key=lambda result: result[0].order)
     finals = [
         (candidate, tried)
-        for _, tried in results[:_FINALISTS]
+        for _, tried in results[: 0 if large else _FINALISTS]
         if (found := _with_groups(look(tried, None)))
         and (candidate := _rebalanced(setting, min(found, key=_order)))
     ]
