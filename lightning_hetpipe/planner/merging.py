@@ -10,10 +10,10 @@ So merging pays from ``e*`` on (`break_even`): the more, the fewer micro-batches
 formulas say why; which groups are taken is decided by placing layers on them and simulating the step.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, islice, product
+from itertools import islice, product
+from typing import Protocol
 
 import numpy as np
 
@@ -30,20 +30,25 @@ from lightning_hetpipe.planner.groups import (
 )
 from lightning_hetpipe.planner.microbatch import neighbours
 from lightning_hetpipe.planner.plan_cost import PlanCost
+from lightning_hetpipe.planner.teams import Teams, teams_to_try
 from lightning_hetpipe.plans import Split, Stage
 
 GAIN = 0.01  # of the step: what groups must save before they are worth their trouble
 SPLITS: tuple[Split, ...] = ("channel", "batch")
-_MOST = 8  # members of a group
 _ROWS = 4  # samples per member at which a split by samples is first looked at
 _PARTITIONS = 10  # that are tried, each by channels and by samples
 _FINALISTS = 2  # that are searched over all micro-batch sizes
 _LARGE = 1500  # layers times devices from which on less is tried
 _PARTITIONS_LARGE = 2
 
-Teams = tuple[tuple[str, ...], ...]
-# Candidates of a setting at some micro-batch sizes, or over all that are worth it.
-Look = Callable[[Setting, tuple[int, ...] | None], list[Candidate]]
+
+class Look(Protocol):
+    """Candidates of a setting at some micro-batch sizes, or over all that are worth it."""
+
+    def __call__(
+        self, setting: Setting, sizes: tuple[int, ...] | None, order: tuple[str, ...] | None = None
+    ) -> list[Candidate]:
+        """With ``order``, exactly these devices hold the stages."""
 
 
 @dataclass
@@ -172,7 +177,7 @@ def forced_merges(
             if any(_reason(setting, team, split, max(sizes)) for team, split in zip(teams, splits)):
                 continue
             tried = merged(setting, teams, splits, size, first)
-            found += [each for each in look(tried, None) if len(_groups_of(each)) == len(teams)]
+            found += _with_all(teams, look, tried, first)
         if found:
             break
     if not found:
@@ -190,49 +195,21 @@ def forced_merges(
     return Merges([winner], [], verdict, setting.exact)
 
 
-def teams_to_try(setting: Setting) -> Iterator[Teams]:
-    """Disjoint teams of devices, the most promising first: of one kind, or neighbours among the slowest."""
-    profile = setting.profile
-    size = setting.batch_size
-    seconds = {
-        device.name: float(sum(map(np.sum, profile.device(device.name).layer_seconds(size))))
-        for device in setting.cluster.devices
-    }
-    kinds: dict[object, list[str]] = defaultdict(list)
-    for device in sorted(setting.cluster.devices, key=lambda device: device.host):
-        kinds[device.kind_key].append(device.name)
-    slowest_first = sorted(
-        (names for names in kinds.values() if len(names) > 1), key=lambda n: -seconds[n[0]]
-    )
-    per_kind = [list(_divisions(names)) for names in slowest_first]
-    options: list[Teams] = [teams for divisions in per_kind for teams in divisions]
-    for some in combinations(per_kind, 2):
-        options += [(*one[0], *other[0]) for one, other in [some]]
-    by_speed = sorted(seconds, key=lambda name: -seconds[name])
-    counts = [count for count in (2, 3, len(by_speed)) if count <= min(len(by_speed), _MOST)]
-    options += [(tuple(by_speed[:count]),) for count in counts]
-    seen: set[Teams] = set()
-    for teams in options:
-        key = tuple(sorted(tuple(sorted(team)) for team in teams))
-        if key not in seen:
-            seen.add(key)
-            yield teams
-
-
-def _divisions(names: Sequence[str]) -> Iterator[Teams]:
-    """All of them, pairs, halves, and some of them."""
-    n = len(names)
-    if n <= _MOST:
-        yield (tuple(names),)
-    if n >= 4:
-        yield tuple(tuple(names[i : i + 2]) for i in range(0, n - 1, 2))
-    if n >= 6:
-        for half in (3, n // 2):
-            if half <= _MOST:
-                yield tuple(tuple(names[i : i + half]) for i in range(0, n - half + 1, half))
-    for count in (2, 3):
-        if n > count:
-            yield (tuple(names[-count:]),)
+def _with_all(teams: Teams, look: Look, tried: Setting, first: str | None) -> list[Candidate]:
+    """Candidates that have every team; where none would, the teams are put into the best order."""
+    free, n = look(tried, None), len(teams)
+    found = [each for each in free if len(_groups_of(each)) == n]
+    if found or not free:
+        return found
+    names = [composite_name(group.devices) for group in tried.groups]
+    stages = min(free, key=_order).plan.stages
+    others = [stage.devices[0] for stage in stages if stage.split == "none"]
+    last = tried.holder(first)
+    for place in range(len(others) + 1):
+        order = (*others[:place], *names, *others[place:])
+        if last in (None, order[-1]) and len(order) <= len(tried.profile.graph):
+            found += [each for each in look(tried, None, order) if len(_groups_of(each)) == n]
+    return found
 
 
 def _merged_if_possible(
