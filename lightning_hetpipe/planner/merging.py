@@ -40,6 +40,7 @@ _PARTITIONS = 10  # that are tried, each by channels and by samples
 _FINALISTS = 2  # that are searched over all micro-batch sizes
 _LARGE = 1500  # layers times devices from which on less is tried
 _PARTITIONS_LARGE = 2
+_TOO_LARGE = 4000  # from which on groups have to be named: trying them would take minutes
 
 
 class Look(Protocol):
@@ -128,7 +129,12 @@ def search_merges(
     if sharing is None or len(setting.cluster.devices) < 2:
         return Merges()
     size = best.plan.micro_batch if best else neighbours(setting.sizes, max(1, setting.batch_size // 8), 1)[0]
-    large = len(setting.profile.graph) * len(setting.cluster.devices) > _LARGE
+    n_layers, n_devices = len(setting.profile.graph), len(setting.cluster.devices)
+    if best is not None and n_layers * n_devices > _TOO_LARGE:
+        return Merges(
+            verdict=f"groups were not tried for {n_layers} layers on {n_devices} devices: name them"
+        )
+    large = n_layers * n_devices > _LARGE
     results: list[tuple[Candidate, Setting]] = []
     for teams in islice(teams_to_try(setting), _PARTITIONS_LARGE if large else _PARTITIONS):
         for split in SPLITS:

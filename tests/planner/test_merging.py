@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.planner import merging
 from lightning_hetpipe.planner.candidates import Setting, make_candidates
 from lightning_hetpipe.planner.channel import channel_run, layout_of
 from lightning_hetpipe.planner.groups import balanced, make_group
@@ -62,6 +63,14 @@ def test_devices_stay_apart_where_their_link_is_slow() -> None:
     assert "so layers only" in plan.reason
     assert any(name.startswith("merged ") for name in rows(plan))
     assert plan.stages == make_plan(profile, cluster, 16, merge="never").stages
+
+
+def test_a_search_for_groups_that_would_take_long_is_left_out_and_that_is_said(monkeypatch) -> None:
+    monkeypatch.setattr(merging, "_TOO_LARGE", 10)
+    profile, cluster = problem(WHIMPY)
+    plan = make_plan(profile, cluster, 32, baselines=False)
+    assert not groups(plan)
+    assert "groups were not tried for 6 layers on 5 devices: name them" in plan.reason
 
 
 def test_without_measured_shares_nothing_is_merged() -> None:
