@@ -8,6 +8,7 @@ Layers stand in execution order. Cut ``i`` is the place before layer ``i``; ever
 what crosses it is tensors only. A tensor with a consumer several stages away goes straight there.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lightning_hetpipe.errors import GraphError
@@ -104,6 +105,14 @@ class LayerGraph:
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    def crossing(self, cut: int) -> Iterator[Value]:
+        """Values made before the cut and used at or after it (inputs count as made before)."""
+        last = len(self.layers) - 1
+        for value in self.values:
+            end = last if value.output else max(value.consumers, default=READER)
+            if value.producer < cut <= end:
+                yield value
 
     def routes(self, starts: tuple[int, ...], *, loss_apart: bool = False) -> tuple[Route, ...]:
         """The messages between stages that begin at these layers.

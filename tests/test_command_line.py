@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
@@ -9,6 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from lightning_hetpipe.__main__ import main
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.shipped import conf_dir
+from tests.helpers.synthetic import make_graph, make_profile, make_sharing
 
 ROOT = conf_dir().parent
 
@@ -49,6 +51,21 @@ def test_every_command_explains_itself(hetpipe, command):
     assert not code
     assert f"\n{command} " in shown
     assert "steps: 20" in shown
+
+
+def test_groups_are_planned_as_the_command_line_says(hetpipe, tmp_path):
+    graph = make_graph(4)
+    profile = replace(make_profile(graph, (0.5, 0.5)), sharing=make_sharing(graph, work=1e7))
+    twins = tuple(replace(each, device=f"twin{i}") for i, each in enumerate(profile.devices, start=1))
+    replace(profile, devices=twins).save(tmp_path / "twins.json")
+    words = ("plan", "cluster=twins", "profile=twins.json", "batch_size=8", "format=json")
+    for merge, groups in (("auto", 1), ("never", 0), ("[[twin1,twin2]]", 1)):
+        code, shown, _ = hetpipe(*words, f"merge={merge}")
+        assert not code
+        assert sum(stage.split != "none" for stage in Plan.from_json(shown).stages) == groups
+    code, _, errors = hetpipe(*words, "merge=[[twin1,twin3]]")
+    assert code
+    assert "device 'twin3' is not in cluster 'twins'" in errors
 
 
 @pytest.mark.parametrize(

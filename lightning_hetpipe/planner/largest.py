@@ -205,9 +205,8 @@ def _needs(setting: Setting, size: int, k: int, n: int, name: str) -> Array:
 
     ``k`` of ``n`` micro-batches are in flight.
     """
-    costs, copied = setting.costs(size), is_copied(setting.cluster)
-    every, fewer, optimizer = costs.memory(name).tables(n, copied=copied)
-    need = every if k >= n else np.maximum(fewer + k * costs.activations.held_table(copied), optimizer)
+    moments = setting.costs(size).memory(name).tables(copied=is_copied(setting.cluster))
+    need = moments.peak(k, n)
     return np.where(np.triu(np.ones_like(need, dtype=bool), k=1), need, np.inf)
 
 

@@ -10,10 +10,10 @@ So merging pays from ``e*`` on (`break_even`): the more, the fewer micro-batches
 formulas say why; which groups are taken is decided by placing layers on them and simulating the step.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, islice, product
+from itertools import islice, product
+from typing import Protocol
 
 import numpy as np
 
@@ -30,18 +30,26 @@ from lightning_hetpipe.planner.groups import (
 )
 from lightning_hetpipe.planner.microbatch import neighbours
 from lightning_hetpipe.planner.plan_cost import PlanCost
+from lightning_hetpipe.planner.teams import Teams, teams_to_try
 from lightning_hetpipe.plans import Split, Stage
 
 GAIN = 0.01  # of the step: what groups must save before they are worth their trouble
 SPLITS: tuple[Split, ...] = ("channel", "batch")
-_MOST = 8  # members of a group
 _ROWS = 4  # samples per member at which a split by samples is first looked at
 _PARTITIONS = 10  # that are tried, each by channels and by samples
 _FINALISTS = 2  # that are searched over all micro-batch sizes
+_LARGE = 1500  # layers times devices from which on less is tried
+_PARTITIONS_LARGE = 2
+_TOO_LARGE = 4000  # from which on groups have to be named: trying them would take minutes
 
-Teams = tuple[tuple[str, ...], ...]
-# Candidates of a setting at some micro-batch sizes, or over all that are worth it.
-Look = Callable[[Setting, tuple[int, ...] | None], list[Candidate]]
+
+class Look(Protocol):
+    """Candidates of a setting at some micro-batch sizes, or over all that are worth it."""
+
+    def __call__(
+        self, setting: Setting, sizes: tuple[int, ...] | None, order: tuple[str, ...] | None = None
+    ) -> list[Candidate]:
+        """With ``order``, exactly these devices hold the stages."""
 
 
 @dataclass
@@ -121,8 +129,14 @@ def search_merges(
     if sharing is None or len(setting.cluster.devices) < 2:
         return Merges()
     size = best.plan.micro_batch if best else neighbours(setting.sizes, max(1, setting.batch_size // 8), 1)[0]
+    n_layers, n_devices = len(setting.profile.graph), len(setting.cluster.devices)
+    if best is not None and n_layers * n_devices > _TOO_LARGE:
+        return Merges(
+            verdict=f"groups were not tried for {n_layers} layers on {n_devices} devices: name them"
+        )
+    large = n_layers * n_devices > _LARGE
     results: list[tuple[Candidate, Setting]] = []
-    for teams in islice(teams_to_try(setting), _PARTITIONS):
+    for teams in islice(teams_to_try(setting), _PARTITIONS_LARGE if large else _PARTITIONS):
         for split in SPLITS:
             fewest = 1 if split == "channel" else _ROWS * max(map(len, teams))
             sizes = neighbours(setting.sizes, max(size, fewest), 1 if best else 3)
@@ -134,7 +148,7 @@ def search_merges(
     results.sort(key=lambda result: result[0].order)
     finals = [
         (candidate, tried)
-        for _, tried in results[:_FINALISTS]
+        for _, tried in results[: 0 if large else _FINALISTS]
         if (found := _with_groups(look(tried, None)))
         and (candidate := _rebalanced(setting, min(found, key=_order)))
     ]
@@ -169,7 +183,7 @@ def forced_merges(
             if any(_reason(setting, team, split, max(sizes)) for team, split in zip(teams, splits)):
                 continue
             tried = merged(setting, teams, splits, size, first)
-            found += [each for each in look(tried, None) if len(_groups_of(each)) == len(teams)]
+            found += _with_all(teams, look, tried, first)
         if found:
             break
     if not found:
@@ -187,49 +201,21 @@ def forced_merges(
     return Merges([winner], [], verdict, setting.exact)
 
 
-def teams_to_try(setting: Setting) -> Iterator[Teams]:
-    """Disjoint teams of devices, the most promising first: of one kind, or neighbours among the slowest."""
-    profile = setting.profile
-    size = setting.batch_size
-    seconds = {
-        device.name: float(sum(map(np.sum, profile.device(device.name).layer_seconds(size))))
-        for device in setting.cluster.devices
-    }
-    kinds: dict[object, list[str]] = defaultdict(list)
-    for device in sorted(setting.cluster.devices, key=lambda device: device.host):
-        kinds[device.kind_key].append(device.name)
-    slowest_first = sorted(
-        (names for names in kinds.values() if len(names) > 1), key=lambda n: -seconds[n[0]]
-    )
-    per_kind = [list(_divisions(names)) for names in slowest_first]
-    options: list[Teams] = [teams for divisions in per_kind for teams in divisions]
-    for some in combinations(per_kind, 2):
-        options += [(*one[0], *other[0]) for one, other in [some]]
-    by_speed = sorted(seconds, key=lambda name: -seconds[name])
-    counts = [count for count in (2, 3, len(by_speed)) if count <= min(len(by_speed), _MOST)]
-    options += [(tuple(by_speed[:count]),) for count in counts]
-    seen: set[Teams] = set()
-    for teams in options:
-        key = tuple(sorted(tuple(sorted(team)) for team in teams))
-        if key not in seen:
-            seen.add(key)
-            yield teams
-
-
-def _divisions(names: Sequence[str]) -> Iterator[Teams]:
-    """All of them, pairs, halves, and some of them."""
-    n = len(names)
-    if n <= _MOST:
-        yield (tuple(names),)
-    if n >= 4:
-        yield tuple(tuple(names[i : i + 2]) for i in range(0, n - 1, 2))
-    if n >= 6:
-        for half in (3, n // 2):
-            if half <= _MOST:
-                yield tuple(tuple(names[i : i + half]) for i in range(0, n - half + 1, half))
-    for count in (2, 3):
-        if n > count:
-            yield (tuple(names[-count:]),)
+def _with_all(teams: Teams, look: Look, tried: Setting, first: str | None) -> list[Candidate]:
+    """Candidates that have every team; where none would, the teams are put into the best order."""
+    free, n = look(tried, None), len(teams)
+    found = [each for each in free if len(_groups_of(each)) == n]
+    if found or not free:
+        return found
+    names = [composite_name(group.devices) for group in tried.groups]
+    stages = min(free, key=_order).plan.stages
+    others = [stage.devices[0] for stage in stages if stage.split == "none"]
+    last = tried.holder(first)
+    for place in range(len(others) + 1):
+        order = (*others[:place], *names, *others[place:])
+        if last in (None, order[-1]) and len(order) <= len(tried.profile.graph):
+            found += [each for each in look(tried, None, order) if len(_groups_of(each)) == n]
+    return found
 
 
 def _merged_if_possible(

@@ -23,7 +23,7 @@ from lightning_hetpipe.planner.chain import Chain, Depth
 from lightning_hetpipe.planner.coarsen import coarsen
 from lightning_hetpipe.planner.cost import ADAM
 from lightning_hetpipe.planner.interleave import WINS, interleave
-from lightning_hetpipe.planner.merging import Look, Merges, Teams, forced_merges, search_merges
+from lightning_hetpipe.planner.merging import Look, Merges, forced_merges, search_merges
 from lightning_hetpipe.planner.microbatch import best_size, neighbours
 from lightning_hetpipe.planner.placement import Budget, Placements, lower_bound_s, place_thinly
 from lightning_hetpipe.planner.plan_cost import PlanCost
@@ -31,6 +31,7 @@ from lightning_hetpipe.planner.polish import polish
 from lightning_hetpipe.planner.pools import Pools, in_order, make_chain, make_pools
 from lightning_hetpipe.planner.reason import explain, infeasible
 from lightning_hetpipe.planner.split import Even, even_stages, named_stages
+from lightning_hetpipe.planner.teams import Teams
 from lightning_hetpipe.plans import Alternative, Merge, Plan, Stage
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.schedule import SCHEDULES
@@ -109,8 +110,7 @@ def make_plan(
         pinned_last,
     )
     teams = _teams(merge)
-    if not teams:
-        _check(request)
+    _check(replace(request, device_order=None) if teams else request)
     alone = Alone(setting)
     bound = alone.bound_images_per_s()
     single = fastest_single(setting, alone, pinned_last)
@@ -171,8 +171,15 @@ def _teams(merge: Merge | Sequence[Sequence[str]]) -> Teams:
 def _look(request: "_Request") -> Look:
     """Places layers as the request says, in a setting with composites or with fewer devices."""
 
-    def look(setting: Setting, sizes: tuple[int, ...] | None) -> list[Candidate]:
-        here = replace(request, setting=setting, pinned_last=setting.holder(request.pinned_last))
+    def look(
+        setting: Setting, sizes: tuple[int, ...] | None, order: tuple[str, ...] | None = None
+    ) -> list[Candidate]:
+        here = replace(
+            request,
+            setting=setting,
+            pinned_last=setting.holder(request.pinned_last),
+            device_order=order or request.device_order,
+        )
         names = {device.name for device in setting.cluster.devices}
         if here.pinned_last not in (None, *names):
             return []

@@ -5,13 +5,15 @@ import numpy as np
 import pytest
 
 from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.planner import merging
 from lightning_hetpipe.planner.candidates import Setting, make_candidates
 from lightning_hetpipe.planner.channel import channel_run, layout_of
 from lightning_hetpipe.planner.groups import balanced, make_group
-from lightning_hetpipe.planner.merging import GAIN, break_even, teams_to_try
+from lightning_hetpipe.planner.merging import GAIN, break_even
 from lightning_hetpipe.planner.plan_cost import PlanCost
 from lightning_hetpipe.planner.search import make_plan
 from lightning_hetpipe.planner.simulate import simulate
+from lightning_hetpipe.planner.teams import teams_to_try
 from lightning_hetpipe.plans import Pace, Plan, Stage
 from lightning_hetpipe.schedule import SCHEDULES
 from lightning_hetpipe.stage.layout import GroupCost
@@ -63,6 +65,14 @@ def test_devices_stay_apart_where_their_link_is_slow() -> None:
     assert plan.stages == make_plan(profile, cluster, 16, merge="never").stages
 
 
+def test_a_search_for_groups_that_would_take_long_is_left_out_and_that_is_said(monkeypatch) -> None:
+    monkeypatch.setattr(merging, "_TOO_LARGE", 10)
+    profile, cluster = problem(WHIMPY)
+    plan = make_plan(profile, cluster, 32, baselines=False)
+    assert not groups(plan)
+    assert "groups were not tried for 6 layers on 5 devices: name them" in plan.reason
+
+
 def test_without_measured_shares_nothing_is_merged() -> None:
     profile, cluster = problem(WHIMPY)
     profile = replace(profile, sharing=None)
@@ -77,8 +87,9 @@ def test_samples_are_not_divided_where_a_layer_normalises_by_them_unless_that_is
     assert [stage.split for stage in groups(forced)] == ["batch"]
 
 
-def test_a_named_group_is_taken_even_where_it_costs_and_its_price_is_told() -> None:
-    profile, cluster = problem((0.6, 0.2, 0.2), out=1e5, bandwidth=2e6)
+@pytest.mark.parametrize("bandwidth", [2e6, 1e4])
+def test_a_named_group_is_taken_even_where_it_costs_and_its_price_is_told(bandwidth) -> None:
+    profile, cluster = problem((0.6, 0.2, 0.2), out=1e5, bandwidth=bandwidth)
     plan = make_plan(profile, cluster, 16, merge=[["d1", "d2"]])
     (group,) = groups(plan)
     assert set(group.devices) == {"d1", "d2"}
