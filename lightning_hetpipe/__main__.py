@@ -36,6 +36,7 @@ from lightning_hetpipe.report import (
 )
 from lightning_hetpipe.report.sweep import CHOICE
 from lightning_hetpipe.shipped import conf_dir
+from lightning_hetpipe.timeline import gantts
 
 Figures = dict[str, float]
 _MEASURED = 64  # samples of the batch that is measured when the largest one is asked for
@@ -77,8 +78,9 @@ def plan_command(config: DictConfig) -> Figures:
     if config.batch_size == "max" and config.plan is None:
         return _largest(config)
     plan, profile = _plan(config)
-    _show(config, plan.to_json(), lambda: [plan_table(plan), comparison_table(plan.alternatives)])
     assert plan.prediction is not None
+    others = comparison_table(plan.alternatives, bound=plan.prediction.images_per_s_bound)
+    _show(config, plan.to_json(), lambda: [plan_table(plan), others, *_origin(profile)])
     figures: Figures = {"micro_batch": plan.micro_batch}
     if HydraConfig.get().mode == RunMode.MULTIRUN and config.plan is None:
         figures[CHOICE] = _make(
@@ -115,19 +117,22 @@ def compare_command(config: DictConfig) -> Figures:
     if config.batch_size == "max":
         raise PlanError("batch_size=max is a question for `hetpipe plan`: give compare a number")
     cluster = _cluster(config)
+    profile = _profile(config, cluster)
     rows: list[Alternative] = list(
         hp.compare(
-            _profile(config, cluster),
+            profile,
             cluster,
             config.batch_size,
             micro_batch=config.micro_batch,
             schedule=config.schedule,
+            merge=_merge(config),
             optimizer_copies=config.optimizer_copies,
         )
     )
     text = json.dumps([asdict(row) for row in rows], indent=1)
     title = f"{config.model.name} on {cluster.name}, batch {config.batch_size}"
-    _show(config, text, lambda: [comparison_table(rows, title)])
+    bound = rows[-1].images_per_s
+    _show(config, text, lambda: [comparison_table(rows, title, bound=bound), *_origin(profile)])
     return {row.name: row.images_per_s for row in rows}
 
 
@@ -136,7 +141,8 @@ def simulate_command(config: DictConfig) -> Figures:
     plan, profile = _plan(config)
     timeline = hp.simulate(plan, profile)
     text = json.dumps({"step_s": timeline.step_s, "busy": timeline.busy, **asdict(timeline)}, indent=1)
-    _show(config, text, lambda: [plan_table(plan), timeline.gantt(max(40, Console().width - 16))])
+    picture = timeline.gantt(max(40, Console().width - 16))
+    _show(config, text, lambda: [plan_table(plan), picture, *_origin(profile)])
     return {"step_s": timeline.step_s}
 
 
@@ -146,15 +152,22 @@ def train_command(config: DictConfig) -> Figures:
 
     plan, profile = _plan(config)
     predicted = hp.simulate(plan, profile)
-    measured = train_on_random_samples(
-        _module(config), _shapes(config), int(config.model.classes), plan, int(config.steps)
+    assert plan.prediction is not None
+    trial = train_on_random_samples(
+        _module(config),
+        _shapes(config),
+        int(config.model.classes),
+        plan,
+        int(config.steps),
+        progress_bar=config.format != "json",
     )
-    figures = {"step_s_predicted": predicted.step_s, "step_s_measured": measured.step_s}
-    pictures = [timeline.gantt(max(40, Console().width - 16)) for timeline in (predicted, measured)]
+    measured = trial.timeline
+    figures = {"step_s_predicted": plan.prediction.step_s, "step_s_measured": trial.step_s}
+    picture = gantts([predicted, measured], max(40, Console().width - 16))
     _show(
         config,
         json.dumps(figures, indent=1),
-        lambda: [plan_table(plan), *pictures, measured_table(plan, predicted, measured)],
+        lambda: [plan_table(plan), picture, measured_table(plan, predicted, measured)],
     )
     return figures
 
@@ -170,6 +183,10 @@ COMMANDS: Mapping[str, Callable[[DictConfig], Figures]] = {
 
 def _cluster(config: DictConfig) -> Cluster:
     return Cluster.from_mapping(OmegaConf.to_container(config.cluster, resolve=True))  # type: ignore[arg-type]
+
+
+def _merge(config: DictConfig) -> Any:
+    return config.merge if isinstance(config.merge, str) else [list(team) for team in config.merge]
 
 
 def _shapes(config: DictConfig) -> list[tuple[int, ...]]:
@@ -195,7 +212,8 @@ def _profile(config: DictConfig, cluster: Cluster) -> Profile:
         def advance(device: str, done: int, total: int) -> None:
             bar.update(task, description=f"measuring {device}", completed=done, total=total)
 
-        return hp.profile(_module(config), example, cluster, origin=origin, progress=advance)
+        merge = _merge(config) != "never"
+        return hp.profile(_module(config), example, cluster, origin=origin, merge=merge, progress=advance)
 
 
 def _plan(config: DictConfig) -> tuple[Plan, Profile]:
@@ -213,9 +231,17 @@ def _make(config: DictConfig, profile: Profile, cluster: Cluster, **options: Any
         cluster,
         config.batch_size,
         schedule=config.schedule,
+        merge=_merge(config),
         optimizer_copies=config.optimizer_copies,
         **options,
     )
+
+
+def _origin(profile: Profile) -> list[str]:
+    """A warning beside figures that nobody measured."""
+    if profile.origin == "measured":
+        return []
+    return [f"{profile.origin} profile: from published peaks of the devices; nothing was measured"]
 
 
 def _show(config: DictConfig, as_json: str, as_text: Callable[[], list[Any]]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from lightning_hetpipe.checks import is_number, is_whole, require
 from lightning_hetpipe.errors import ClusterError
 from lightning_hetpipe.units import parse_bytes, parse_bytes_per_s, parse_seconds
 
@@ -33,11 +34,10 @@ class Emulation:
     memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.speed <= 1:
-            raise ClusterError(
-                f"an emulated speed of {self.speed:g} was asked for; a device can only be slowed "
-                "down: give a fraction in (0, 1]"
-            )
+        slowed = is_number(self.speed) and 0 < self.speed <= 1
+        accepts = "a fraction in (0, 1]; a device can only be slowed down"
+        require(slowed, ClusterError, "speed", self.speed, accepts)
+        _require_memory("memory_bytes", self.memory_bytes)
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,28 @@ class Device:
     source: str = ""
 
     def __post_init__(self) -> None:
+        for key in ("name", "kind", "model", "host", "source"):
+            value = getattr(self, key)
+            require(isinstance(value, str), ClusterError, key, value, f"the {key} of a device as text")
         if not self.name or ANY in self.name:
             raise ClusterError(f"device name {self.name!r} must be non-empty and without '*'")
-        if self.threads < 1:
-            raise ClusterError(f"device {self.name!r} asks for {self.threads} threads: give >= 1")
-        if self.memory_bytes is not None and self.memory_bytes <= 0:
-            raise ClusterError(f"device {self.name!r} has no memory ({self.memory_bytes} bytes)")
-        if self.index is not None and (self.kind == "cpu" or self.index < 0):
+        if not is_whole(self.threads):
+            raise ClusterError(f"device {self.name!r} asks for {self.threads!r} threads: give >= 1")
+        _require_memory(f"memory_bytes of device {self.name!r}", self.memory_bytes)
+        if self.index is not None:
+            accepts = "a whole number from 0 on, or None"
+            require(is_whole(self.index, 0), ClusterError, f"index of {self.name!r}", self.index, accepts)
+        if self.emulation is not None:
+            given = isinstance(self.emulation, Emulation)
+            require(
+                given, ClusterError, f"emulation of {self.name!r}", self.emulation, "an Emulation, or None"
+            )
+        for key in ("flops_per_s", "memory_bytes_per_s"):
+            value = getattr(self, key)
+            accepts = "a number > 0, or None"
+            known = value is None or (is_number(value) and value > 0)
+            require(known, ClusterError, f"{key} of {self.name!r}", value, accepts)
+        if self.index is not None and self.kind == "cpu":
             raise ClusterError(
                 f"device {self.name!r} of kind {self.kind!r} has index {self.index}: an index counts the "
                 "accelerators of a host from 0; a cpu has none"
@@ -112,10 +127,16 @@ class Link:
     emulated: bool = False
 
     def __post_init__(self) -> None:
-        if self.latency_s < 0 or not self.bandwidth_bytes_per_s > 0:
+        for key in ("source", "target"):
+            value = getattr(self, key)
+            require(isinstance(value, str), ClusterError, key, value, "a device name, a host name, or '*'")
+        emulated = isinstance(self.emulated, bool)
+        require(emulated, ClusterError, "emulated", self.emulated, "True or False")
+        figures = self.latency_s, self.bandwidth_bytes_per_s
+        if not all(map(is_number, figures)) or not self.bandwidth_bytes_per_s > 0:
             raise ClusterError(
-                f"link {self.source} -> {self.target} has latency {self.latency_s:g} s and bandwidth "
-                f"{self.bandwidth_bytes_per_s:g} bytes/s: give a latency >= 0 and a bandwidth > 0"
+                f"link {self.source} -> {self.target} has latency {self.latency_s!r} s and bandwidth "
+                f"{self.bandwidth_bytes_per_s!r} bytes/s: give a latency >= 0 and a bandwidth > 0"
             )
 
     def transfer_s(self, size_bytes: float) -> float:
@@ -143,6 +164,14 @@ class Cluster:
     links: tuple[Link, ...] = field(default=())
 
     def __post_init__(self) -> None:
+        require(
+            isinstance(self.name, str), ClusterError, "name", self.name, "the name of the cluster as text"
+        )
+        for key, kind in (("devices", Device), ("links", Link)):
+            values = getattr(self, key)
+            right = isinstance(values, (tuple, list)) and all(isinstance(each, kind) for each in values)
+            require(right, ClusterError, key, values, f"a tuple of {kind.__name__} values")
+            object.__setattr__(self, key, tuple(values))
         if not self.devices:
             raise ClusterError(f"cluster {self.name!r} has no devices")
         object.__setattr__(self, "devices", _numbered(self.devices))
@@ -242,6 +271,11 @@ class Cluster:
         Path(path).write_text(yaml.safe_dump(self.to_mapping(), sort_keys=False), encoding="utf-8")
 
 
+def _require_memory(name: str, size_bytes: Any) -> None:
+    known = size_bytes is None or (is_number(size_bytes) and size_bytes > 0)
+    require(known, ClusterError, name, size_bytes, "bytes > 0, or None for no limit")
+
+
 def _numbered(devices: tuple[Device, ...]) -> tuple[Device, ...]:
     seen: Counter[tuple[str, str]] = Counter()
     numbered = []
@@ -275,7 +309,7 @@ def _read_devices(entry: object, where: str) -> list[Device]:
     """One entry makes ``count`` devices: name, name1, name2, ... unless count is 1."""
     table = _table(entry, _DEVICE_KEYS, where)
     name = str(table.get("name") or "")
-    count = _number(table.get("count", 1), int, f"count of {where}")
+    count = _number(table.get("count", 1), _whole, f"count of {where}")
     if count < 1:
         raise ClusterError(f"{where} has count {count}: give at least 1")
     memory = table.get("memory")
@@ -283,7 +317,7 @@ def _read_devices(entry: object, where: str) -> list[Device]:
     index, speed = table.get("index"), table.get("speed")
     emulation = None
     if speed is not None:
-        emulation = Emulation(_number(speed, float, f"speed of {where}"), memory_bytes)
+        emulation = Emulation(_number(speed, _real, f"speed of {where}"), memory_bytes)
     flops = table.get("flops_per_s")
     bandwidth = table.get("memory_bandwidth")
     device = Device(
@@ -291,11 +325,11 @@ def _read_devices(entry: object, where: str) -> list[Device]:
         kind=str(table.get("kind", "cpu")),
         model=str(table.get("model", "")),
         host=str(table.get("host", "localhost")),
-        index=None if index is None else _number(index, int, f"index of {where}"),
+        index=None if index is None else _number(index, _whole, f"index of {where}"),
         memory_bytes=memory_bytes,
-        threads=_number(table.get("threads", 1), int, f"threads of {where}"),
+        threads=_number(table.get("threads", 1), _whole, f"threads of {where}"),
         emulation=emulation,
-        flops_per_s=None if flops is None else _number(flops, float, f"flops_per_s of {where}"),
+        flops_per_s=None if flops is None else _number(flops, _real, f"flops_per_s of {where}"),
         memory_bytes_per_s=None
         if bandwidth is None
         else _number(bandwidth, parse_bytes_per_s, f"memory_bandwidth of {where}"),
@@ -333,7 +367,7 @@ def _read_link(entry: object, where: str) -> Link:
         bandwidth_bytes_per_s=_number(table["bandwidth"], parse_bytes_per_s, f"bandwidth of {where}"),
         source=str(table.get("source", ANY)),
         target=str(table.get("target", ANY)),
-        emulated=bool(table.get("emulated", False)),
+        emulated=table.get("emulated", False),
     )
 
 
@@ -355,10 +389,22 @@ def _sequence(table: Mapping[str, Any], key: str) -> list[Any]:
     return list(value)
 
 
+def _whole(value: Any) -> int:
+    if _real(value) != int(value):
+        raise ValueError("it has a fraction")
+    return int(value)
+
+
+def _real(value: Any) -> float:
+    if isinstance(value, bool):
+        raise TypeError("it is true or false")
+    return float(value)
+
+
 def _number(value: Any, read: Any, where: str) -> Any:
     try:
         return read(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         if isinstance(error, ClusterError):
             raise
         raise ClusterError(f"{where} is {value!r}, which is not a number of that kind: {error}") from error

@@ -36,6 +36,10 @@ class InfeasibleError(PlanError):
     """No plan satisfies the limits; the message lists numbered remedies."""
 
 
+class CheckpointError(HetPipeError, RuntimeError, ValueError):
+    """A checkpoint belongs to another model or optimizer. Of the kinds that torch raises for the same."""
+
+
 class UnsupportedError(HetPipeError, NotImplementedError):
     """A feature of PyTorch or Lightning that a pipeline cannot honour."""
 

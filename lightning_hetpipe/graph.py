@@ -26,7 +26,8 @@ class Layer:
         parameters: Names of the parameters it uses, each under its first name in the module.
         parameter_bytes: Bytes of those parameters (tied ones count in every layer that uses them).
         flops_per_sample: Multiply-adds times two of one sample's forward; 0 where unknown.
-        saved_bytes_per_sample: Activations that autograd keeps until the backward of one sample.
+        saved_bytes_per_sample: What autograd keeps until the backward of one sample and no value is: it is
+            made within the layer. `Value.kept_by` tells the rest.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Value:
         fixed_bytes: Size that does not.
         gradient: True when a gradient flows back along it.
         output: True when the model returns it, so that the last stage needs it.
+        kept_by: Indices of the layers that keep it until their backward, ascending; its producer may be one.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Value:
     fixed_bytes: float = 0.0
     gradient: bool = True
     output: bool = False
+    kept_by: tuple[int, ...] = ()
 
     def size_bytes(self, micro_batch: int) -> float:
         return self.fixed_bytes + self.bytes_per_sample * micro_batch

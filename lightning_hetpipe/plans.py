@@ -8,24 +8,45 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
 
+from lightning_hetpipe.checks import is_number, is_whole, require
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import ClusterError, PlanError
 from lightning_hetpipe.graph import LayerGraph, Route
-from lightning_hetpipe.schedule import SCHEDULES, Schedule, make_schedule
+from lightning_hetpipe.predictions import Alternative as Alternative
+from lightning_hetpipe.predictions import Prediction as Prediction
+from lightning_hetpipe.schedule import SCHEDULES, Schedule, make_schedule, stages_of_rank
 from lightning_hetpipe.text import align, format_seconds
 from lightning_hetpipe.units import format_bytes
 
 FORMAT = 1
+FAST_WORK_PER_S = 50e9
 Split = Literal["none", "channel", "batch"]
+Merge = Literal["auto", "never"] | tuple[tuple[str, ...], ...]
 COLUMNS = (
     "stage", "layers", "device", "share", "in flight",
     "forward", "backward", "busy", "memory", "enters",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a channel group weighs when it chooses what to share and what each member does whole.
+
+    Attributes:
+        work_per_s: Speed of the whole group, in units of `stage.layout.Operation.work`.
+        latency_s, bandwidth_bytes_per_s: Of the slowest link between its members.
+    """
+
+    work_per_s: float
+    latency_s: float
+    bandwidth_bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -37,6 +58,7 @@ class Stage:
         devices: Names of the group's devices; one for an unshared stage.
         shares: Each device's fraction of the stage, summing to 1.
         split: How the group shares the stage.
+        pace: Of a channel group; None in a hand-written plan, whose group assumes a fast device.
     """
 
     start: int
@@ -44,8 +66,16 @@ class Stage:
     devices: tuple[str, ...]
     shares: tuple[float, ...] = (1.0,)
     split: Split = "none"
+    pace: Pace | None = None
 
     def __post_init__(self) -> None:
+        for key in ("start", "stop"):
+            value = getattr(self, key)
+            require(is_whole(value, 0), PlanError, key, value, "the index of a layer, from 0 on")
+        named = isinstance(self.devices, tuple) and all(isinstance(name, str) for name in self.devices)
+        require(named, PlanError, "devices", self.devices, "a tuple of device names")
+        counted = isinstance(self.shares, tuple) and all(map(is_number, self.shares))
+        require(counted, PlanError, "shares", self.shares, "a tuple of fractions")
         if self.stop <= self.start:
             raise PlanError(f"stage {self.start}..{self.stop} holds no layer")
         if not self.devices or len(self.devices) != len(self.shares):
@@ -59,43 +89,6 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """What the simulator says about a plan.
-
-    Attributes:
-        step_s: Seconds of one optimizer step.
-        images_per_s: Samples per second.
-        busy: Fraction of the step each stage computes.
-        memory_bytes: Predicted peak of each rank, 0 for idle ones.
-        forward_s, backward_s: Seconds of one micro-batch on each stage.
-        cut_bytes: What enters each stage per micro-batch, forward.
-        lower_bound_s: No order of the same actions can be faster.
-        images_per_s_bound: ``1 / Σ(1/T_d)``-style sum of what every device reaches alone.
-    """
-
-    step_s: float
-    images_per_s: float
-    busy: tuple[float, ...] = ()
-    memory_bytes: tuple[int, ...] = ()
-    forward_s: tuple[float, ...] = ()
-    backward_s: tuple[float, ...] = ()
-    cut_bytes: tuple[int, ...] = ()
-    lower_bound_s: float = 0.0
-    images_per_s_bound: float = 0.0
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """A row of the comparison: what else was considered, and what it would have given."""
-
-    name: str
-    images_per_s: float
-    step_s: float
-    memory_bytes: int = 0
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class Plan:
     """Cluster, stages, slices, schedule and prediction.
 
@@ -105,7 +98,8 @@ class Plan:
         stages: In order of execution.
         batch_size: Samples of a full batch.
         micro_batch: Samples per micro-batch; the last ones of a batch may be smaller.
-        schedule: ``gpipe`` or ``1f1b``.
+        schedule: ``gpipe``, ``1f1b``, or ``interleaved``, under which a device may hold several stages
+            that are no neighbours.
         in_flight: Micro-batches that each stage may hold between forward and backward.
         graph_fingerprint: The model it was made for.
         profile_hash: The profile it was made from; empty for a hand-written plan.
@@ -128,14 +122,23 @@ class Plan:
     alternatives: tuple[Alternative, ...] = field(default=())
 
     def __post_init__(self) -> None:
+        require(isinstance(self.cluster, Cluster), PlanError, "cluster", self.cluster, "a Cluster")
+        _require_all("layer_names", self.layer_names, str)
+        _require_all("stages", self.stages, Stage)
+        _require_all("alternatives", self.alternatives, Alternative)
         _check_stages(self)
-        if self.batch_size < 1 or self.micro_batch < 1:
-            raise PlanError(
-                f"batch size {self.batch_size} and micro-batch {self.micro_batch} must be at least 1"
-            )
+        for key in ("batch_size", "micro_batch"):
+            value = getattr(self, key)
+            require(is_whole(value), PlanError, key, value, "samples, a whole number from 1 on")
+        predicted = self.prediction is None or isinstance(self.prediction, Prediction)
+        require(predicted, PlanError, "prediction", self.prediction, "a Prediction, or None")
+        for key in ("graph_fingerprint", "profile_hash", "reason"):
+            value = getattr(self, key)
+            require(isinstance(value, str), PlanError, key, value, "text")
         if self.schedule not in SCHEDULES:
             raise PlanError(f"schedule {self.schedule!r} is unknown; known are {', '.join(SCHEDULES)}")
-        if len(self.in_flight) != len(self.stages) or any(k < 1 for k in self.in_flight):
+        counted = isinstance(self.in_flight, tuple) and all(map(is_whole, self.in_flight))
+        if not counted or len(self.in_flight) != len(self.stages):
             raise PlanError(f"in_flight {self.in_flight} must give at least 1 for each stage")
 
     @property
@@ -151,7 +154,7 @@ class Plan:
         """
         return len(self.stages[-1].devices) > 1
 
-    @property
+    @cached_property
     def executed_ranks(self) -> tuple[tuple[int, ...], ...]:
         """`ranks_of_stage` with the loss stage, as schedules have it."""
         return (*self.ranks_of_stage, (0,)) if self.loss_apart else self.ranks_of_stage
@@ -161,11 +164,24 @@ class Plan:
         """``in_flight`` with the loss stage, which goes in step with the one before it."""
         return (*self.in_flight, self.in_flight[-1]) if self.loss_apart else self.in_flight
 
-    @property
+    @cached_property
+    def stages_of_rank(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that each rank holds, the loss stage not counted; several under ``interleaved``."""
+        return tuple(map(tuple, stages_of_rank(self.ranks_of_stage, len(self.cluster.devices))))
+
+    @cached_property
     def ranks_of_stage(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that hold each stage."""
         rank_of = {device.name: rank for rank, device in enumerate(self.cluster.devices)}
         return tuple(tuple(rank_of[name] for name in stage.devices) for stage in self.stages)
+
+    def pace(self, stage: Stage) -> Pace:
+        """What a channel group weighs; declared links and a fast device where it does not say."""
+        if stage.pace is not None:
+            return stage.pace
+        links = (self.cluster.link(a, b) for a, b in permutations(stage.devices, 2))
+        slowest = max(links, key=lambda link: link.transfer_s(1e6))
+        return Pace(FAST_WORK_PER_S, slowest.latency_s, slowest.bandwidth_bytes_per_s)
 
     def slices(self, n_samples: int) -> tuple[int, ...]:
         """Micro-batch sizes of a batch of ``n_samples``; see `micro_batch_sizes`."""
@@ -268,7 +284,7 @@ class Plan:
         """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise PlanError(f"the plan is not JSON: {error}") from error
         return cls.from_mapping(data)
 
@@ -349,13 +365,18 @@ def read_plan_file(path: str | Path) -> Any:
         text = Path(path).read_text(encoding="utf-8")
         # YAML reads 1e-05 as text, so JSON is not simply left to the YAML parser.
         return json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise PlanError(f"plan {path} cannot be read: {error}") from error
 
 
 def content_hash(text: str) -> str:
     """A short hash of a text, for binding a plan to what it was made from."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _require_all(key: str, values: object, kind: type) -> None:
+    known = isinstance(values, tuple) and all(isinstance(value, kind) for value in values)
+    require(known, PlanError, key, values, f"a tuple of {kind.__name__} values")
 
 
 def _check_stages(plan: Plan) -> None:
@@ -377,8 +398,13 @@ def _check_stages(plan: Plan) -> None:
                 f"the plan places a stage on device {name!r}, which cluster "
                 f"{plan.cluster.name!r} does not have; it has {', '.join(sorted(known))}"
             )
-        if used.count(name) > 1:
-            raise PlanError(f"device {name!r} is used by two stages; give each device one")
+        if used.count(name) > 1 and plan.schedule != "interleaved":
+            raise PlanError(
+                f"device {name!r} is used by two stages; give each device one, or make the schedule "
+                "interleaved"
+            )
+    if plan.schedule == "interleaved":
+        _check_rounds(plan.stages)
     if plan.cluster.devices[0].name not in plan.stages[-1].devices:
         raise PlanError(
             f"rank 0 ({plan.cluster.devices[0].name!r}) must hold the last stage, which is on "
@@ -386,10 +412,23 @@ def _check_stages(plan: Plan) -> None:
         )
 
 
+def _check_rounds(stages: Sequence[Stage]) -> None:
+    for index, (stage, after) in enumerate(zip(stages, (*stages[1:], None))):
+        if stage.split != "none":
+            raise PlanError(
+                f"stage {index} is shared by {', '.join(stage.devices)}, which the interleaved schedule "
+                "cannot do: give it one device, or take 1f1b"
+            )
+        if after is not None and after.devices == stage.devices:
+            raise PlanError(
+                f"stages {index} and {index + 1} are neighbours, both on {stage.devices[0]!r}: make them one"
+            )
+
+
 def _read_plan(data: dict[str, Any]) -> Plan:
     try:
         cluster = Cluster.from_mapping(data.pop("cluster"))
-        stages = tuple(Stage(**_frozen(entry)) for entry in data.pop("stages"))
+        stages = tuple(map(_read_stage, data.pop("stages")))
         prediction = data.pop("prediction", None)
         alternatives = tuple(Alternative(**entry) for entry in data.pop("alternatives", ()))
         return Plan(
@@ -403,8 +442,14 @@ def _read_plan(data: dict[str, Any]) -> Plan:
         raise PlanError(f"the plan's cluster is wrong: {error}") from error
     except PlanError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise PlanError(f"the plan is damaged: {error!r}") from error
+
+
+def _read_stage(data: Mapping[str, Any]) -> Stage:
+    entry = _frozen(data)
+    pace = entry.pop("pace", None)
+    return Stage(**entry, pace=None if pace is None else Pace(**pace))
 
 
 def _frozen(value: Any) -> Any:

@@ -10,16 +10,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetpipe.checks import is_number, is_whole, require
 from lightning_hetpipe.cluster import Cluster, Link
 from lightning_hetpipe.errors import ProfileError
-from lightning_hetpipe.graph import Layer, LayerGraph, Value
+from lightning_hetpipe.graph import READER, Layer, LayerGraph, Value
+from lightning_hetpipe.sharing import Sharing, read_sharing
 
-FORMAT = 1
+FORMAT = 2
+Origin = Literal["measured", "analytic"]
 Array = npt.NDArray[np.float64]
 
 
@@ -33,7 +36,14 @@ class DeviceProfile:
         forward_s, backward_s: One row per layer, one column per size.
         spread: Relative half-width of the repeats (0.05 = 5 %), the median over layers.
         optimizer_s_per_byte: Seconds of the optimizer step per parameter byte.
-        peak_bytes: Bytes a layer needs beyond parameters and saved activations, per layer.
+        forward_peak_bytes, backward_peak_bytes: The most that a layer's forward or backward allocates on top
+            of what is there before it, gradients of its parameters included: one row per layer, ``(fixed,
+            per sample)``. Empty where it was not measured.
+        optimizer_peak: What a step of the optimizer allocates in passing: times the bytes of the largest
+            parameter, and times those of all parameters.
+        fractions: Measured fractions of the channels, descending, below 1.
+        forward_factors, backward_factors: One row per layer, one column per fraction: seconds of what can be
+            shared of the layer at that fraction, over its seconds on all channels.
     """
 
     device: str
@@ -42,16 +52,43 @@ class DeviceProfile:
     backward_s: tuple[tuple[float, ...], ...]
     spread: float = 0.0
     optimizer_s_per_byte: float = 0.0
-    peak_bytes: tuple[float, ...] = ()
+    forward_peak_bytes: tuple[tuple[float, float], ...] = ()
+    backward_peak_bytes: tuple[tuple[float, float], ...] = ()
+    optimizer_peak: tuple[float, float] = (0.0, 0.0)
+    fractions: tuple[float, ...] = ()
+    forward_factors: tuple[tuple[float, ...], ...] = ()
+    backward_factors: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.micro_batches or list(self.micro_batches) != sorted(set(self.micro_batches)):
+        require(isinstance(self.device, str), ProfileError, "device", self.device, "the device's name")
+        where = f"profile of {self.device!r}"
+        if not isinstance(self.micro_batches, tuple) or not all(map(is_whole, self.micro_batches)):
             raise ProfileError(
-                f"profile of {self.device!r}: micro-batch sizes {self.micro_batches} must ascend"
+                f"{where}: micro-batch sizes {self.micro_batches!r} must be whole and positive"
             )
+        if not self.micro_batches or list(self.micro_batches) != sorted(set(self.micro_batches)):
+            raise ProfileError(f"{where}: micro-batch sizes {self.micro_batches} must ascend")
         for name, table in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):
+            if not isinstance(table, tuple) or not all(isinstance(row, tuple) for row in table):
+                raise ProfileError(f"{where}: {name} must be a tuple with a tuple of seconds for each layer")
             if any(len(row) != len(self.micro_batches) for row in table):
-                raise ProfileError(f"profile of {self.device!r}: {name} has a row of the wrong length")
+                raise ProfileError(f"{where}: {name} has a row of the wrong length")
+        rest = (self.spread, self.optimizer_s_per_byte)
+        for name, figures in (
+            ("forward_s", self.forward_s),
+            ("backward_s", self.backward_s),
+            ("spread or optimizer_s_per_byte", rest),
+            ("forward_peak_bytes", self.forward_peak_bytes),
+            ("backward_peak_bytes", self.backward_peak_bytes),
+            ("optimizer_peak", self.optimizer_peak),
+            ("forward_factors", self.forward_factors),
+            ("backward_factors", self.backward_factors),
+        ):
+            if not _are_figures(figures):
+                raise ProfileError(f"{where}: {name} has a value that is not a finite number >= 0")
+        for factors in (self.forward_factors, self.backward_factors):
+            if factors and len(factors) != len(self.forward_s):
+                raise ProfileError(f"{where}: share factors of {len(factors)} layers")
 
     @cached_property
     def _tables(self) -> tuple[Array, Array]:
@@ -68,6 +105,37 @@ class DeviceProfile:
             _interpolate(self.micro_batches, forward, micro_batch),
             _interpolate(self.micro_batches, backward, micro_batch),
         )
+
+    def share_factors(self, fraction: float) -> tuple[Array, Array]:
+        """What a fraction of the channels takes of each layer's forward and backward, ``[layers]`` each.
+
+        Piecewise linear between the measured fractions and 1; below them the line goes on, but what is left
+        takes no less than its proportion. Proportional throughout where none was measured.
+        """
+        if not self.fractions:
+            even = np.full(len(self.forward_s), fraction)
+            return even, even
+        tables = (self.forward_factors, self.backward_factors)
+        forward, backward = (self._factors(np.asarray(table, dtype=float), fraction) for table in tables)
+        return forward, backward
+
+    def _factors(self, table: Array, fraction: float) -> Array:
+        known = np.array([*reversed(self.fractions), 1.0])
+        columns = np.column_stack([table[:, ::-1], np.ones(len(table))])
+        right = min(max(int(np.searchsorted(known, fraction)), 1), len(known) - 1)
+        along = (fraction - known[right - 1]) / (known[right] - known[right - 1])
+        line = columns[:, right - 1] * (1 - along) + columns[:, right] * along
+        least = columns[:, 0] * (fraction / known[0]) if fraction < known[0] else 0.0
+        return np.asarray(np.maximum(line, least))
+
+
+def _are_figures(values: object) -> bool:
+    """Whether all are finite numbers >= 0."""
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError):
+        return False
+    return array.dtype.kind in "fiu" and bool(np.isfinite(array).all() and (array >= 0).all())
 
 
 def _interpolate(sizes: tuple[int, ...], table: Array, micro_batch: int) -> Array:
@@ -92,18 +160,33 @@ class Profile:
         environment: What the numbers depend on (torch version, processor, ...), for people and cache keys.
         step_forward_s, step_backward_s: Seconds of the user's step around the module, per micro-batch
             on rank 0 (loss and pre-processing).
+        sharing: What a group can share of the model; None where groups are not to be planned.
     """
 
     graph: LayerGraph
     devices: tuple[DeviceProfile, ...]
     links: tuple[Link, ...] = ()
     dtype: str = "float32"
-    origin: Literal["measured", "analytic"] = "measured"
+    origin: Origin = "measured"
     environment: Mapping[str, str] = field(default_factory=dict)
     step_forward_s: float = 0.0
     step_backward_s: float = 0.0
+    sharing: Sharing | None = None
 
     def __post_init__(self) -> None:
+        require(isinstance(self.graph, LayerGraph), ProfileError, "graph", self.graph, "a LayerGraph")
+        for key, kind in (("devices", DeviceProfile), ("links", Link)):
+            values = getattr(self, key)
+            known = isinstance(values, tuple) and all(isinstance(value, kind) for value in values)
+            require(known, ProfileError, key, values, f"a tuple of {kind.__name__} values")
+        known = self.origin in get_args(Origin)
+        require(known, ProfileError, "origin", self.origin, " or ".join(get_args(Origin)))
+        require(isinstance(self.dtype, str), ProfileError, "dtype", self.dtype, "a name such as float32")
+        known = isinstance(self.environment, Mapping)
+        require(known, ProfileError, "environment", self.environment, "a mapping")
+        for key in ("step_forward_s", "step_backward_s"):
+            value = getattr(self, key)
+            require(is_number(value), ProfileError, key, value, "seconds >= 0")
         for device in self.devices:
             for table in (device.forward_s, device.backward_s):
                 if len(table) != len(self.graph):
@@ -138,12 +221,19 @@ class Profile:
         return self._links.get((source, target)) or cluster.link(source, target)
 
     @cached_property
+    def derived(self) -> dict[Any, Any]:
+        """What others computed from this profile, by keys of their own: tables that many plans share."""
+        return {}
+
+    @cached_property
     def content_hash(self) -> str:
         """A short hash of everything in it; a plan carries it to name what it was made from."""
         digest = hashlib.sha256()
         for device in self.devices:
-            digest.update(repr((device.device, device.micro_batches, device.peak_bytes)).encode())
+            digest.update(repr((device.device, device.micro_batches, device.optimizer_peak)).encode())
+            digest.update(repr((device.forward_peak_bytes, device.backward_peak_bytes)).encode())
             digest.update(repr((device.spread, device.optimizer_s_per_byte)).encode())
+            digest.update(repr((device.fractions, device.forward_factors, device.backward_factors)).encode())
             for table in (device.forward_s, device.backward_s):
                 digest.update(np.asarray(table, dtype=float).tobytes())
         rest = replace(self, devices=(), environment=dict(self.environment))
@@ -163,7 +253,7 @@ class Profile:
         """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ProfileError(f"the profile is not JSON: {error}") from error
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise ProfileError(f"the file is not a profile of format {FORMAT}: measure again")
@@ -173,11 +263,12 @@ class Profile:
                 graph=read_graph(graph),
                 devices=tuple(map(read_device, data.pop("devices"))),
                 links=tuple(Link(**entry) for entry in data.pop("links")),
+                sharing=read_sharing(_frozen(data.pop("sharing", None))),
                 **data,
             )
         except ProfileError:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ProfileError(f"the profile is damaged ({error!r}): measure again") from error
 
     def save(self, path: str | Path) -> None:
@@ -210,6 +301,13 @@ def read_graph(data: Mapping[str, Any]) -> LayerGraph:
     """Rebuilds a graph from what `dataclasses.asdict` made of it."""
     layers = tuple(Layer(**{k: _frozen(v) for k, v in entry.items()}) for entry in data["layers"])
     values = tuple(Value(**{k: _frozen(v) for k, v in entry.items()}) for entry in data["values"])
+    figures = [(each.parameter_bytes, each.flops_per_sample, each.saved_bytes_per_sample) for each in layers]
+    sizes = [(each.bytes_per_sample, each.fixed_bytes) for each in values]
+    ends = [end for each in values for end in (each.producer - READER, *each.consumers)]
+    if not (_are_figures(figures) and _are_figures(sizes) and _are_figures(ends)):
+        raise ProfileError("the profile's graph has a size that is not a finite number >= 0: measure again")
+    if any(end > len(layers) for end in ends):
+        raise ProfileError("the profile's graph has a value of a layer that it does not have: measure again")
     return LayerGraph(
         layers, values, _frozen(data["tied"]), data["fingerprint"], _frozen(data["input_names"])
     )
@@ -217,4 +315,6 @@ def read_graph(data: Mapping[str, Any]) -> LayerGraph:
 
 def _frozen(value: Any) -> Any:
     """JSON lists as the tuples they were."""
+    if isinstance(value, dict):
+        return {key: _frozen(entry) for key, entry in value.items()}
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

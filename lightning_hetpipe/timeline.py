@@ -1,7 +1,7 @@
 """What happened when: one type for the simulated and for the measured step."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -60,7 +60,7 @@ class Timeline:
                 busy_s[span.rank] += span.duration_s
         return tuple(seconds / step_s for seconds in busy_s)
 
-    def gantt(self, width: int = 100) -> str:
+    def gantt(self, width: int = 100, axis_s: float | None = None) -> str:
         """A picture of the step in characters.
 
         Forward is drawn with ``─``, backward with ``═``, both under the action's name where it fits;
@@ -68,6 +68,7 @@ class Timeline:
 
         Args:
             width: Columns for the time axis.
+            axis_s: Seconds that it is long; the step's own by default. See `gantts`.
 
         >>> spans = (Span(0, "0F0", 0.0, 0.5), Span(0, "0B0", 0.5, 1.5))
         >>> print(Timeline(spans, 1, "simulated").gantt(width=12))
@@ -75,7 +76,8 @@ class Timeline:
         rank 0 |0F0─0B0═════| 100 %
         """
         begin_s = min((span.start_s for span in self.spans), default=0.0)
-        columns_per_s = width / self.step_s if self.step_s else 0.0
+        axis_s = self.step_s if axis_s is None else max(axis_s, self.step_s)
+        columns_per_s = width / axis_s if axis_s else 0.0
         rows = [[" "] * width for _ in range(self.n_ranks)]
         # Transfers first: what the device computes meanwhile hides them.
         drawn = (span for span in self.spans if span.duration_s > 0)
@@ -93,6 +95,20 @@ class Timeline:
     def to_chrome_trace(self, path: str | Path) -> None:
         """Writes the spans for ``chrome://tracing`` or Perfetto."""
         Path(path).write_text(json.dumps(chrome_trace([self]), indent=1), encoding="utf-8")
+
+
+def gantts(timelines: Sequence[Timeline], width: int = 100) -> str:
+    """Pictures of several steps below each other, on one time axis.
+
+    >>> one, two = (Timeline((Span(0, "0F0", 0.0, end_s),), 1, "measured") for end_s in (1.0, 2.0))
+    >>> print(gantts([one, two], width=8))
+    measured: 1 s per step
+    rank 0 |0F0─    | 100 %
+    measured: 2 s per step
+    rank 0 |0F0─────| 100 %
+    """
+    longest_s = max((timeline.step_s for timeline in timelines), default=0.0)
+    return "\n".join(timeline.gantt(width, longest_s) for timeline in timelines)
 
 
 def _bar(span: Span, columns: int) -> str:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import lightning_hetpipe as hp
 from lightning_hetpipe.report import measured_table, save_gantt, show
-from lightning_hetpipe.timeline import chrome_trace
+from lightning_hetpipe.timeline import chrome_trace, gantts
 
 
 def train(config: DictConfig, module: L.LightningModule) -> dict[str, float]:
@@ -49,9 +49,9 @@ def train(config: DictConfig, module: L.LightningModule) -> dict[str, float]:
 def keep(trainer: L.Trainer, run_dir: Path, schedule: str) -> dict[str, float]:
     """Prints predicted beside measured, writes the run's files, and returns its main numbers."""
     plan, measured = trainer.strategy.plan, trainer.strategy.timeline
-    profile = hp.Profile.load(run_dir / "profile.json")
+    profile = trainer.strategy.profile
     predicted = hp.simulate(plan, profile)
-    show(measured_table(plan, predicted, measured))
+    show(gantts([predicted, measured]), measured_table(plan, predicted, measured))
     ranks = [rank for ranks in plan.ranks_of_stage for rank in ranks]
     auto = hp.plan(profile, plan.cluster, plan.batch_size, schedule=schedule, baselines=False)
     figures = {

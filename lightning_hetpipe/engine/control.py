@@ -32,7 +32,7 @@ from lightning_hetpipe.engine.c10d import (
 )
 from lightning_hetpipe.engine.sockets import Sockets
 from lightning_hetpipe.engine.watch import SILENT_S, Failure, Watch
-from lightning_hetpipe.errors import RankFailedError
+from lightning_hetpipe.errors import RankFailedError, StepError
 
 N_NUMBERS = 16
 _MESSAGE_BYTES = 8 * (3 + 2 * N_NUMBERS)
@@ -306,6 +306,8 @@ class Control:
         cause = self._watch.cause(2 * SILENT_S if overdue else 3 * SILENT_S)
         if peer is None:
             cause = cause or Failure(self.rank, f"{expected}: {error}".splitlines()[0], lost=False)
+            if cause.lost and not cause.action:  # the others of a collective are expected at the same action
+                cause = replace(cause, action=self.doing)
         elif cause is None:
             what = f"let rank {self.rank} wait for {self.timeout_s:g} s, though its process runs"
             cause = Failure(peer, what if overdue else f"closed its connection to rank {self.rank}", expected)
@@ -349,7 +351,14 @@ class Control:
 
 
 def _to_bytes(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    try:
+        data = pickle.dumps(value)
+    except Exception as error:  # whatever a user's class raises
+        raise StepError(
+            f"a value that all ranks get cannot be pickled: {error}. Steps and hooks may return, and pass to "
+            "the module, tensors, numbers, text, and objects of classes at the top level of a module."
+        ) from error
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _encode(message: Message, size_bytes: int) -> Tensor:

@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 
 from lightning_hetpipe.cluster import Device, Link
-from lightning_hetpipe.engine.memory import status_bytes
+from lightning_hetpipe.profiling.memory import status_bytes
 from lightning_hetpipe.units import format_bytes
 
 Clock = Callable[[], float]
+
+_INTERPRETER_BYTES = 4 * 2**20  # by which its heap may grow meanwhile: no part of the device's memory
 
 
 class Emulator:
@@ -81,6 +83,11 @@ class Emulator:
             self._overshoot_s += self._clock() - begun_s - pause_s
         self._overshoot_s = max(0.0, self._overshoot_s - paid_s)
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether `limit_memory` is in force."""
+        return self._limited
+
     def limit_memory(self, held_bytes: int = 0) -> None:
         """Caps what this process may allocate on top of what it has (``RLIMIT_DATA``).
 
@@ -90,7 +97,7 @@ class Emulator:
         if self.memory_bytes is None:
             return
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        soft = status_bytes("VmData") + max(0, self.memory_bytes - held_bytes)
+        soft = status_bytes("VmData") + max(0, self.memory_bytes - held_bytes) + _INTERPRETER_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (soft if hard < 0 else min(soft, hard), hard))
         self._limited = True
 

@@ -18,21 +18,23 @@ from lightning_hetpipe.engine.c10d import Store
 from lightning_hetpipe.engine.control import Control
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.membership import Membership
-from lightning_hetpipe.engine.memory import (
-    memory_bytes,
-    peak_memory_bytes,
-    reset_peak,
-    return_freed_memory,
-    tune_allocator,
-)
 from lightning_hetpipe.engine.message import Specs
 from lightning_hetpipe.engine.pieces import Holding
 from lightning_hetpipe.engine.probe import measure_links
 from lightning_hetpipe.engine.runtime import Context, Reader, Runtime, SharedGradients, Stage
 from lightning_hetpipe.engine.transport import connect, emulated_link
 from lightning_hetpipe.graph import Route
+from lightning_hetpipe.profiling.memory import (
+    memory_bytes,
+    peak_memory_bytes,
+    reset_peak,
+    return_freed_memory,
+    tune_allocator,
+)
 from lightning_hetpipe.schedule.action import Schedule
 from lightning_hetpipe.timeline import Span, Timeline
+
+_COUNTED_STEPS = 2  # of which the first makes the optimizer's state
 
 MakeSchedule = Callable[[int, bool], Schedule]  # micro-batches, training
 
@@ -69,7 +71,8 @@ class Engine:
             tune_allocator()
             if cluster is not None:
                 torch.set_num_threads(own.threads)
-        self._base_bytes = 0
+        self._base_bytes = self._steps = 0
+        self._peak_bytes: int | None = None
         self._runtime: Runtime | None = None
         self._schedules: dict[tuple[MakeSchedule, int, bool], Schedule] = {}
         self._plans = itertools.count()
@@ -150,10 +153,15 @@ class Engine:
     def limit_memory(self, held_bytes: int) -> None:
         """From here on counts this rank's memory, and enforces the emulated limit if there is one.
 
+        On a CPU without such a limit it is counted in the first steps only (`profiling.memory` says why).
+
         Args:
             held_bytes: What counts of what the process has already: its stage's parameters.
         """
+        self._steps, self._peak_bytes = 0, None
         if self.device.type == "cpu":
+            if self.emulator.memory_bytes is not None:
+                tune_allocator(mapped=True)
             return_freed_memory()
             self._base_bytes = memory_bytes(self.device) - held_bytes
             self.emulator.limit_memory(held_bytes)
@@ -162,6 +170,17 @@ class Engine:
     def follow(self, make_schedule: MakeSchedule) -> None:
         """From the next step on executes other action lists of the installed stages; on all ranks alike."""
         self._make = make_schedule
+
+    def _count_step(self) -> None:
+        """Follows memory from step to step: once optimizer state is there, all steps are alike."""
+        if self.device.type == "cpu" and not self.emulator.is_limited:
+            if self._steps == 0:
+                tune_allocator(mapped=True)
+                reset_peak(self.device)
+            elif self._steps == _COUNTED_STEPS:
+                self._peak_bytes = peak_memory_bytes(self.device)
+                tune_allocator()
+        self._steps += 1
 
     def schedule(self, n_micro_batches: int, training: bool) -> Schedule:
         """The installed plan's action lists for so many micro-batches."""
@@ -180,6 +199,7 @@ class Engine:
             weights: Per micro-batch; `sample_weights` for a loss that is a mean.
             reader: On rank 0.
         """
+        self._count_step()
         return self._installed.run(self.schedule(len(specs), True), specs, reader=reader, weights=weights)
 
     def forward(self, specs: Sequence[Specs], *, reader: Reader | None = None) -> None:
@@ -193,7 +213,8 @@ class Engine:
         top of what the process had at `limit_memory`, its stage's parameters included.
         """
         spans = self._installed.spans if self._runtime else []
-        parts = self.control.gather((spans, peak_memory_bytes(self.device) - self._base_bytes))
+        peak = peak_memory_bytes(self.device) if self._peak_bytes is None else self._peak_bytes
+        parts = self.control.gather((spans, peak - self._base_bytes))
         if parts is None:
             return None
         every = [span for spans, _ in parts for span in spans]
@@ -221,7 +242,7 @@ class Engine:
         return self._runtime
 
 
-def sample_weights(sizes: Sequence[int], scale: float = 1.0) -> tuple[float, ...]:
-    """What each micro-batch's mean loss counts for: ``scale * n_i / N``."""
+def sample_weights(sizes: Sequence[int]) -> tuple[float, ...]:
+    """What each micro-batch's mean loss counts for: ``n_i / N``."""
     total = sum(sizes)
-    return tuple(scale * size / total for size in sizes)
+    return tuple(size / total for size in sizes)

@@ -9,21 +9,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import methodcaller
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_hetpipe.checks import require
 from lightning_hetpipe.cluster import Cluster, Device
 from lightning_hetpipe.engine.emulate import Emulator
-from lightning_hetpipe.engine.memory import tune_allocator
 from lightning_hetpipe.engine.places import torch_device
-from lightning_hetpipe.errors import ProfileError
-from lightning_hetpipe.profiles import DeviceProfile, Profile
+from lightning_hetpipe.engine.shares import measuring_shares, sharing_of
+from lightning_hetpipe.errors import ClusterError, GraphError, ProfileError
+from lightning_hetpipe.profiles import DeviceProfile, Origin, Profile
 from lightning_hetpipe.profiling.analytic import analytic_profile
 from lightning_hetpipe.profiling.cache import processor_name
-from lightning_hetpipe.profiling.device import profile_device
+from lightning_hetpipe.profiling.device import Optimizer, allocator_for, profile_device
+from lightning_hetpipe.profiling.memory import tune_allocator
 from lightning_hetpipe.tracing import Traced, trace
 
 Progress = Callable[[str, int, int], None]
@@ -34,8 +36,10 @@ def profile(
     example: Tensor | tuple[Any, ...],
     cluster: Cluster,
     *,
-    origin: Literal["measured", "analytic"] = "measured",
+    origin: Origin = "measured",
     blocks: str | None = None,
+    merge: bool = True,
+    optimizer: Optimizer | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Measures every layer of a module on every device of a cluster.
@@ -47,6 +51,8 @@ def profile(
         cluster: Devices of this host; emulated ones are measured at their speed.
         origin: ``analytic`` derives the figures from the devices' published peaks instead.
         blocks: Name of a sequence of blocks, for a module that does not trace.
+        merge: Whether shares of layers are measured too, for plans in which devices share stages.
+        optimizer: Class and settings of one whose step is timed and weighed too.
         progress: Called with (device name, parts done, parts in all).
 
     Returns:
@@ -56,18 +62,23 @@ def profile(
         GraphError: The module does not trace.
         ProfileError: A device has no published figures, or is not of this host.
     """
+    require(isinstance(module, nn.Module), GraphError, "module", module, "a torch.nn.Module")
+    require(isinstance(cluster, Cluster), ClusterError, "cluster", cluster, "a Cluster")
+    require(origin in get_args(Origin), ProfileError, "origin", origin, " or ".join(get_args(Origin)))
     args = example if isinstance(example, tuple) else (example,)
     traced = trace(module, args, {}, blocks)
     inputs = traced.bind(args, {})
     sizes = tabulated_sizes(next(iter(inputs.values())).shape[0])
+    sharing = sharing_of(traced, inputs, len(cluster.devices)) if merge else None
     if origin == "analytic":
-        return analytic_profile(traced.graph, cluster, sizes)
+        return replace(analytic_profile(traced.graph, cluster, sizes), sharing=sharing)
     if "cuda" in {device.kind for device in cluster.devices} and not torch.cuda.is_available():
         raise ProfileError(
             f"cluster {cluster.name!r} has cuda devices and this machine has none: profile there, or say "
             "origin='analytic' (profile=analytic) where the cluster gives published figures"
         )
-    return _measure(module, args, blocks, sizes, cluster, progress)
+    measured = _measure(module, args, blocks, sizes, cluster, optimizer, sharing is not None, progress)
+    return replace(measured, sharing=sharing)
 
 
 def tabulated_sizes(batch_size: int) -> tuple[int, ...]:
@@ -88,9 +99,10 @@ def _measure(
     blocks: str | None,
     sizes: tuple[int, ...],
     cluster: Cluster,
+    optimizer: Optimizer | None,
+    shares: bool,
     progress: Progress | None,
 ) -> Profile:
-    settings = f"allocator tuned: {tune_allocator()}"
     measured: dict[object, DeviceProfile] = {}
     for place in dict.fromkeys(map(torch_device, cluster.devices)):
         there = module if place.type == "cpu" else copy.deepcopy(module).to(place)
@@ -99,7 +111,9 @@ def _measure(
         inputs = traced.bind(placed, {})
         for device in cluster.devices:
             if torch_device(device) == place and device.kind_key not in measured:
-                measured[device.kind_key] = _measure_one(traced, inputs, sizes, device, settings, progress)
+                measured[device.kind_key] = _measure_one(
+                    traced, inputs, sizes, device, optimizer, shares, progress
+                )
     devices = tuple(replace(measured[each.kind_key], device=each.name) for each in cluster.devices)
     environment = {"torch": torch.__version__, "processor": processor_name()}
     return Profile(traced.graph, devices, environment=environment)
@@ -110,7 +124,8 @@ def _measure_one(
     inputs: Mapping[str, Tensor],
     sizes: tuple[int, ...],
     device: Device,
-    settings: str,
+    optimizer: Optimizer | None,
+    shares: bool,
     progress: Progress | None,
 ) -> DeviceProfile:
     threads = torch.get_num_threads()
@@ -122,8 +137,11 @@ def _measure_one(
             sizes,
             device,
             section=Emulator(device).section,
-            settings=settings,
+            optimizer=optimizer,
+            settings=allocator_for(device),
+            shares=measuring_shares(traced, inputs) if shares else None,
             progress=None if progress is None else partial(progress, device.name),
         )
     finally:
         torch.set_num_threads(threads)
+        tune_allocator()

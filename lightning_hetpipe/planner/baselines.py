@@ -9,11 +9,11 @@ from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.planner.candidates import (
     Candidate,
     Setting,
-    batch_bytes,
     fastest,
     formula_s,
     make_candidates,
 )
+from lightning_hetpipe.planner.cost import batch_bytes
 from lightning_hetpipe.planner.microbatch import offered
 from lightning_hetpipe.planner.plan_cost import PlanCost, ring, ring_s
 from lightning_hetpipe.planner.split import Even, even_stages
@@ -69,7 +69,10 @@ class Alone:
             full, rest = divmod(samples, size)
             costs = self.setting.costs(size)
             n_layers = len(costs.graph)
-            memory = costs.memory_bytes(name, 0, n_layers, 1) + batch_bytes(costs, samples)
+            m = -(-samples // size)
+            held = 1 if "1f1b" in self.setting.schedules else m
+            memory = costs.memory_bytes(name, 0, n_layers, held, n_micro_batches=m)
+            memory += batch_bytes(costs, samples)
             if limit is not None and memory > limit:
                 continue
             seconds = profile.device(name).optimizer_s_per_byte * self.parameter_bytes

@@ -2,19 +2,31 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import InfeasibleError
 from lightning_hetpipe.planner.chain import Placement
-from lightning_hetpipe.planner.cost import LayerCosts, one_f_one_b_step_s, safe_k
+from lightning_hetpipe.planner.cost import (
+    LayerCosts,
+    batch_bytes,
+    is_copied,
+    layer_costs,
+    one_f_one_b_step_s,
+    safe_k,
+    steps_ahead,
+)
+from lightning_hetpipe.planner.groups import composite_name, refusal
+from lightning_hetpipe.planner.memory import Share
 from lightning_hetpipe.planner.microbatch import offered
-from lightning_hetpipe.planner.plan_cost import PlanCost, schedule_of
+from lightning_hetpipe.planner.plan_cost import PlanCost, member_parts, schedule_of
 from lightning_hetpipe.planner.pools import Pools
 from lightning_hetpipe.planner.simulate import simulate_schedule, step_seconds
 from lightning_hetpipe.plans import Plan, Prediction, Stage
 from lightning_hetpipe.profiles import Profile
-from lightning_hetpipe.schedule import SCHEDULES
 
+ONE_STAGE = ("gpipe", "1f1b")  # schedules under which a device holds one stage
 MANY_ACTIONS = 30_000
 
 
@@ -33,13 +45,22 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all candidates of a search share."""
+    """What all candidates of a search share.
+
+    Attributes:
+        groups: Where the cluster has composites: the groups that these stand for.
+        members: Then the setting in which the members stand alone.
+        exact: Whether every group must compute what one device would.
+    """
 
     profile: Profile
     cluster: Cluster
     batch_size: int
     schedules: tuple[str, ...]
     optimizer_copies: float
+    groups: tuple[Stage, ...] = ()
+    members: "Setting | None" = None
+    exact: bool = True
 
     @property
     def smallest(self) -> int:
@@ -52,13 +73,30 @@ class Setting:
         """Micro-batch sizes to choose from."""
         return offered(self.batch_size, self.smallest)
 
+    def holder(self, device: str | None) -> str | None:
+        """The composite that stands for a device, or the device itself."""
+        for group in self.groups:
+            if device in group.devices:
+                return composite_name(group.devices)
+        return device
+
+    def spread(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+        """The stages with the members in place of composites."""
+        held = {composite_name(group.devices): group for group in self.groups}
+        return tuple(
+            replace(held[stage.devices[0]], start=stage.start, stop=stage.stop)
+            if stage.devices[0] in held
+            else stage
+            for stage in stages
+        )
+
     def costs(self, micro_batch: int) -> LayerCosts:
-        return LayerCosts(self.profile, micro_batch, self.optimizer_copies)
+        return layer_costs(self.profile, micro_batch, self.optimizer_copies)
 
 
 def schedules_of(schedule: str) -> tuple[str, ...]:
-    """The schedules that an option allows."""
-    return SCHEDULES if schedule == "auto" else (schedule,)
+    """The schedules of one stage per device that an option allows; rounds are cut from the best plan."""
+    return ONE_STAGE if schedule in ("auto", "interleaved") else (schedule,)
 
 
 def stages_of(placement: Placement, pools: Pools, cluster: Cluster, cuts: Sequence[int]) -> tuple[Stage, ...]:
@@ -89,8 +127,14 @@ def make_candidates(setting: Setting, stages: Sequence[Stage], micro_batch: int)
     """One candidate per allowed schedule that fits in memory.
 
     Where a step has so many actions that simulating it takes long, GPipe is left out if 1F1B is allowed:
-    with enough in flight 1F1B is rarely slower.
+    with enough in flight 1F1B is rarely slower. None where a group cannot hold its stage.
     """
+    stages = setting.spread(stages)
+    whole = setting.members or setting
+    for stage in stages:
+        if refusal(whole.profile, whole.cluster, stage, micro_batch, exact=setting.exact):
+            return
+    setting = whole
     base = draft(setting, stages, micro_batch)
     many = n_actions(base) > MANY_ACTIONS
     for schedule in ("1f1b",) if many and "1f1b" in setting.schedules else setting.schedules:
@@ -118,7 +162,7 @@ def formula_s(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> fl
 
 def draft(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> Plan:
     """A plan with its ranks in order: the last stage first, then the others, then idle devices."""
-    used = [name for stage in (stages[-1], *stages[:-1]) for name in stage.devices]
+    used = dict.fromkeys(name for stage in (stages[-1], *stages[:-1]) for name in stage.devices)
     devices = {device.name: device for device in setting.cluster.devices}
     ordered = [devices.pop(name) for name in used] + list(devices.values())
     return Plan(
@@ -127,7 +171,7 @@ def draft(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> Plan:
         stages=tuple(stages),
         batch_size=setting.batch_size,
         micro_batch=micro_batch,
-        schedule="gpipe",
+        schedule="gpipe" if len(used) == sum(len(stage.devices) for stage in stages) else "interleaved",
         in_flight=(-(-setting.batch_size // micro_batch),) * len(stages),
         graph_fingerprint=setting.profile.graph.fingerprint,
     )
@@ -136,6 +180,8 @@ def draft(setting: Setting, stages: Sequence[Stage], micro_batch: int) -> Plan:
 def with_schedule(setting: Setting, plan: Plan, schedule: str) -> Plan | None:
     """The plan under a schedule, in flight as much as pays and fits; None if not even the least fits."""
     m = len(plan.slices(plan.batch_size))
+    if schedule == "interleaved":
+        return _in_rounds(setting, plan, m)
     if schedule == "gpipe":
         wanted: Sequence[int] = (m,) * len(plan.stages)
     else:
@@ -148,38 +194,66 @@ def with_schedule(setting: Setting, plan: Plan, schedule: str) -> Plan | None:
     return replace(plan, schedule=schedule, in_flight=counts)
 
 
+def _in_rounds(setting: Setting, plan: Plan, m: int) -> Plan | None:
+    """The interleaved plan: in flight what a micro-batch's way to the loss and back takes, or what fits.
+
+    ``k_s = min(M, D + ceil( Σ_{j>=s} (t_j + hop_j) / T ))``, ``T`` being the busiest rank's seconds and
+    ``D`` the number of devices, because so many micro-batches wait for their turn in a round.
+    """
+    cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
+    seconds = [sum(cost.stage_seconds(stage, plan.micro_batch)) for stage in range(len(plan.stages))]
+    hops = [sum(hop) for hop in cost.hops(plan.micro_batch)]
+    period = max(sum(seconds[stage] for stage in held) for held in plan.stages_of_rank)
+    devices = {name for stage in plan.stages for name in stage.devices}
+    ahead = accumulate(t + hop for t, hop in zip(reversed(seconds), reversed([*hops, 0.0])))
+    counts = [min(m, len(devices) + steps_ahead(way, period)) for way in ahead][::-1]
+    limits = [device.memory_bytes for device in plan.cluster.devices]
+    while True:
+        plan = replace(plan, schedule="interleaved", in_flight=tuple(counts))
+        cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
+        full = [
+            rank
+            for rank, (used, limit) in enumerate(zip(cost.memory_bytes(), limits))
+            if limit is not None and used > limit
+        ]
+        if not full:
+            return plan
+        for rank in full:
+            most = max(plan.stages_of_rank[rank], key=lambda stage: counts[stage])
+            if counts[most] == 1:
+                return None
+            counts[most] -= 1
+
+
 def fitting(setting: Setting, plan: Plan, wanted: Sequence[int]) -> tuple[int, ...] | None:
     """In-flight counts cut down to what memory allows, still falling along the stages; None if none do."""
-    costs = setting.costs(max(plan.slices(plan.batch_size)))
+    slices = plan.slices(plan.batch_size)
+    costs, n_slices = setting.costs(max(slices)), len(slices)
     counts: list[int] = []
     for index, (stage, k) in enumerate(zip(plan.stages, wanted)):
         for name, share in zip(stage.devices, stage.shares):
             limit = setting.cluster.device(name).memory_bytes
             if limit is None:
                 continue
-            weight_share = share if stage.split == "channel" else 1.0
-            one, two = (
-                costs.memory_bytes(
-                    name, stage.start, stage.stop, n, sample_share=share, weight_share=weight_share
-                )
-                for n in (1, 2)
-            )
-            spare = limit - one
             if index == len(plan.stages) - 1:
-                spare -= batch_bytes(costs, setting.batch_size)
-            if spare < 0:
+                limit -= round(batch_bytes(costs, setting.batch_size))
+            need = partial(
+                costs.memory_bytes,
+                name,
+                stage.start,
+                stage.stop,
+                n_micro_batches=n_slices,
+                copied=is_copied(setting.cluster),
+                share=Share(*member_parts(setting.profile, plan, stage, share)),
+            )
+            while k > 0 and need(k) > limit:
+                k -= 1
+            if k == 0:
                 return None
-            if two > one:
-                k = min(k, 1 + int(spare / (two - one)))
         counts.append(k)
         for earlier in range(index, 0, -1):
             counts[earlier] = min(counts[earlier], counts[earlier - 1])
     return tuple(counts)
-
-
-def batch_bytes(costs: LayerCosts, batch_size: int) -> float:
-    """What the reader's rank holds besides its stage: the inputs of the whole batch."""
-    return costs.input_bytes / costs.micro_batch * batch_size
 
 
 def finish(setting: Setting, plan: Plan, images_per_s_bound: float) -> Plan:
@@ -193,7 +267,12 @@ def finish(setting: Setting, plan: Plan, images_per_s_bound: float) -> Plan:
         prediction=Prediction(
             step_s=step_s,
             images_per_s=plan.batch_size / step_s,
-            busy=tuple(busy[ranks[0]] for ranks in plan.ranks_of_stage),
+            busy=tuple(
+                busy[ranks[0]]
+                if len(plan.stages_of_rank[ranks[0]]) == 1
+                else len(cost.slices) * sum(mine) / timeline.step_s
+                for ranks, mine in zip(plan.ranks_of_stage, seconds)
+            ),
             memory_bytes=cost.memory_bytes(),
             forward_s=tuple(forward for forward, _ in seconds),
             backward_s=tuple(backward for _, backward in seconds),

@@ -23,35 +23,56 @@ Depth = Literal["all", "safe", "shallow", "serial"]
 
 @dataclass(frozen=True)
 class MemoryTables:
-    """Bytes of a run ``start..stop`` with ``k`` micro-batches in flight.
+    """Bytes of a run ``start..stop`` with ``k`` of ``n`` micro-batches in flight.
 
-    ``weights[stop] - weights[start] + k (saved[stop] - saved[start] + out[stop]) + message_in[start]
-    + message_out[stop] + workspace[choice, start, stop]``
+    ``every`` if ``k >= n``, else the largest of ``steady + k kept``, ``fill + k (kept + sent)`` and
+    ``optimizer``; see `planner.memory`.
 
     Attributes:
+        every, steady, fill, optimizer: ``[choices, layers + 1, layers + 1]``; what only the last stage
+            holds is part of them.
+        kept, sent: ``[layers + 1, layers + 1]``.
+        n_micro_batches: ``n``.
         limit: Per choice; infinite where unknown.
-        last_extra: What the last stage holds besides: the batch.
-        workspace: ``[choices, layers + 1, layers + 1]``, or None where no layer needs any.
+        grows: ``[layers + 1]``: about how the need of a run grows with its layers, as prefix sums.
+        crosses: ``[3, layers + 1]``: what a cut adds to the stages at its sides.
     """
 
-    weights: Array
-    saved: Array
-    out: Array
-    message_in: Array
-    message_out: Array
+    every: Array
+    steady: Array
+    fill: Array
+    optimizer: Array
+    kept: Array
+    sent: Array
+    n_micro_batches: int
     limit: Array
-    last_extra: float = 0.0
-    workspace: Array | None = None
+    grows: Array
+    crosses: Array
 
     def fits(self, choice: Ints, start: Ints, stop: Ints, k: Ints | int) -> Bools:
         """Whether each run fits; the arguments are broadcast together."""
-        need = self.weights[stop] - self.weights[start]
-        need = need + k * (self.saved[stop] - self.saved[start] + self.out[stop])
-        need = need + self.message_in[start] + self.message_out[stop]
-        if self.workspace is not None:
-            need = need + self.workspace[choice, start, stop]
-        need = need + np.where(stop == len(self.weights) - 1, self.last_extra, 0.0)
+        run = choice, start, stop
+        kept = k * self.kept[start, stop]
+        fewer = np.maximum(self.steady[run] + kept, self.fill[run] + kept + k * self.sent[start, stop])
+        fewer = np.maximum(fewer, self.optimizer[run])
+        need = np.where(np.asarray(k) >= self.n_micro_batches, self.every[run], fewer)
         return np.asarray(need <= self.limit[choice])
+
+    def at(self, cuts: Ints) -> "MemoryTables":
+        """The tables of a chain that has these cuts only."""
+        pairs = np.ix_(cuts, cuts)
+        runs = np.ix_(np.arange(len(self.limit)), cuts, cuts)
+        return replace(
+            self,
+            every=self.every[runs],
+            steady=self.steady[runs],
+            fill=self.fill[runs],
+            optimizer=self.optimizer[runs],
+            kept=self.kept[pairs],
+            sent=self.sent[pairs],
+            grows=self.grows[cuts],
+            crosses=self.crosses[:, cuts],
+        )
 
 
 @dataclass(frozen=True)

@@ -23,20 +23,36 @@ def coarsen(chain: Chain, tolerance: float) -> tuple[Chain, Ints]:
             smallest limit, that may change stages with a dropped cut.
     """
     kept = np.array([0, *_kept(chain, tolerance), chain.n_layers])
+    return _with_cuts(chain, kept)
+
+
+def thin(chain: Chain, most: int) -> tuple[Chain, Ints]:
+    """At most so many layers: cuts evenly apart in time, each the one that the least crosses.
+
+    Unlike `coarsen` this may lose: what is placed on the thin chain is to be cut again on the full one
+    (`recut`), and bounded there.
+    """
+    most = max(most, chain.n_stages or 2)
+    if chain.n_layers <= most:
+        return chain, np.arange(chain.n_layers + 1)
+    share = (chain.seconds / chain.seconds[:, -1:]).mean(axis=0)[1:-1]
+    crossing = chain.hop_s.mean(axis=(0, 1))[1:-1]
+    bins = (share * (most - 1)).astype(np.int64)
+    order = np.lexsort([crossing, bins])
+    bins = bins[order]
+    inner = np.sort(order[np.diff(bins, prepend=-1) != 0]) + 1
+    return _with_cuts(chain, np.array([0, *inner, chain.n_layers]))
+
+
+def _with_cuts(chain: Chain, kept: Ints) -> tuple[Chain, Ints]:
     if len(kept) == chain.n_layers + 1 or len(kept) - 1 < (chain.n_stages or 1):
         return chain, np.arange(chain.n_layers + 1)
-    memory = chain.memory
-    if memory is not None:
-        columns = ("weights", "saved", "out", "message_in", "message_out")
-        memory = replace(memory, **{name: getattr(memory, name)[kept] for name in columns})
-        if memory.workspace is not None:
-            memory = replace(memory, workspace=memory.workspace[:, kept][:, :, kept])
     coarse = replace(
         chain,
         seconds=chain.seconds[:, kept],
         hop_s=chain.hop_s[:, :, kept],
         occupied_s=chain.occupied_s[:, :, kept],
-        memory=memory,
+        memory=None if chain.memory is None else chain.memory.at(kept),
     )
     return coarse, kept
 
@@ -46,7 +62,7 @@ def _kept(chain: Chain, tolerance: float) -> list[int]:
     slack_s = tolerance / float(counts)
     weight, slack_bytes = np.zeros(chain.n_layers + 1), np.inf
     if chain.memory is not None:
-        weight = chain.memory.weights + chain.n_micro_batches * chain.memory.saved
+        weight = chain.memory.grows
         slack_bytes = tolerance * float(chain.memory.limit.min())
     kept: list[int] = []
     first = 1
@@ -63,8 +79,7 @@ def _smallest(chain: Chain, cuts: range) -> list[int]:
     """Cuts that no other, or an equal earlier one, undercuts in everything that crosses."""
     rows = [chain.hop_s[:, :, cut].ravel() for cut in cuts]
     if chain.memory is not None:
-        tables = (chain.memory.out, chain.memory.message_in, chain.memory.message_out)
-        rows = [np.append(row, [table[cut] for table in tables]) for row, cut in zip(rows, cuts)]
+        rows = [np.append(row, chain.memory.crosses[:, cut]) for row, cut in zip(rows, cuts)]
     return [
         cut
         for i, cut in enumerate(cuts)

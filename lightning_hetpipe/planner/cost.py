@@ -13,7 +13,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetpipe.graph import READER, LayerGraph, Value
+from lightning_hetpipe.cluster import Cluster
+from lightning_hetpipe.graph import READER, LayerGraph
+from lightning_hetpipe.planner.memory import WHOLE, Activations, Memory, Share, last_use, passing_needs
 from lightning_hetpipe.profiles import Profile
 
 Array = npt.NDArray[np.float64]
@@ -95,9 +97,9 @@ class LayerCosts:
         return _prefix([layer.parameter_bytes for layer in self.graph.layers])
 
     @cached_property
-    def saved_bytes(self) -> Array:
-        """Prefix sums of what one micro-batch leaves behind for its backward."""
-        return _prefix([layer.saved_bytes_per_sample * self.micro_batch for layer in self.graph.layers])
+    def activations(self) -> Activations:
+        """What one micro-batch keeps for its backward."""
+        return Activations(self.graph, self.micro_batch)
 
     @cached_property
     def forward_bytes(self) -> Array:
@@ -120,7 +122,7 @@ class LayerCosts:
         change = np.zeros(n_layers + 2)
         for value in self.graph.values:
             size = value.size_bytes(self.micro_batch) if value.gradient or not gradients else 0.0
-            first, last = value.producer + 1, _last_use(value, n_layers)
+            first, last = value.producer + 1, last_use(value, n_layers - 1)
             if value.producer == READER:
                 first, last = 0, 0
             if last >= first:
@@ -128,9 +130,29 @@ class LayerCosts:
                 change[last + 1] -= size
         return np.maximum(np.cumsum(change)[: n_layers + 1], 0.0)
 
-    def workspace_bytes(self, device: str, start: int, stop: int) -> float:
-        """The largest passing need of a run's layers."""
-        return max(self.profile.device(device).peak_bytes[start:stop], default=0.0)
+    def memory(self, device: str) -> Memory:
+        """What runs of layers need on a device."""
+        found = self._memory.get(device)
+        if found is None:
+            passing = passing_needs(
+                self.profile.device(device),
+                self.activations,
+                np.diff(self.parameter_bytes),
+                self.backward_bytes,
+            )
+            found = self._memory[device] = Memory(
+                self.activations,
+                self.parameter_bytes,
+                self.forward_bytes,
+                self.backward_bytes,
+                passing,
+                self.optimizer_copies,
+            )
+        return found
+
+    @cached_property
+    def _memory(self) -> dict[str, Memory]:
+        return {}
 
     def memory_bytes(
         self,
@@ -139,28 +161,40 @@ class LayerCosts:
         stop: int,
         in_flight: int,
         *,
-        sample_share: float = 1.0,
-        weight_share: float = 1.0,
+        n_micro_batches: int | None = None,
+        copied: bool = False,
+        share: Share = WHOLE,
     ) -> float:
-        """Peak of a stage.
+        """Peak of a stage; see `planner.memory`.
 
-        Parameter, gradient and optimizer state; per micro-batch in flight what autograd keeps and the
-        stage's output; one received input and its gradient, one received gradient; the
-        largest layer's workspace.
+        Args:
+            in_flight: Micro-batches between forward and backward.
+            n_micro_batches: Of a step; None for more than are in flight.
+            copied: Messages are sent from a copy of their own, as over an emulated link.
+            share: The device's part of the stage.
         """
-        weights = float(self.parameter_bytes[stop] - self.parameter_bytes[start])
-        saved = float(self.saved_bytes[stop] - self.saved_bytes[start])
-        out = float(self.forward_bytes[stop])
-        messages = float(self.forward_bytes[start] + self.backward_bytes[start] + self.backward_bytes[stop])
-        return (
-            weights * (2 + self.optimizer_copies) * weight_share
-            + (in_flight * (saved + out) + messages) * sample_share
-            + self.workspace_bytes(device, start, stop)
+        return self.memory(device).peak_bytes(
+            start, stop, in_flight, n_micro_batches, copied=copied, share=share
         )
 
 
-def _last_use(value: Value, n_layers: int) -> int:
-    return n_layers - 1 if value.output else max(value.consumers, default=READER)
+def layer_costs(profile: Profile, micro_batch: int, optimizer_copies: float = ADAM) -> LayerCosts:
+    """The `LayerCosts` of a profile, made once for each size."""
+    key = "layer_costs", micro_batch, optimizer_copies
+    found: LayerCosts | None = profile.derived.get(key)
+    if found is None:
+        found = profile.derived[key] = LayerCosts(profile, micro_batch, optimizer_copies)
+    return found
+
+
+def batch_bytes(costs: LayerCosts, batch_size: int) -> float:
+    """What the reader's rank holds besides its stage: the inputs of the whole batch."""
+    return costs.input_bytes / costs.micro_batch * batch_size
+
+
+def is_copied(cluster: Cluster) -> bool:
+    """Whether stages send copies: an emulated link adds its stamp to what it carries."""
+    return any(link.emulated for link in cluster.links)
 
 
 def _prefix(values: Sequence[float] | Array) -> Array:

@@ -45,17 +45,20 @@ class _Table:
     def __init__(self, n_layers: int, n_pools: int) -> None:
         self.state = np.zeros((4096, _USED + n_pools), dtype=np.int64)
         self.cost_s = np.zeros(4096)
+        self.priced_s = np.zeros(4096)  # cost, and the price of the devices used
         self.state[0, _START], self.state[0, _PARENT] = n_layers, -1
         self.count = 1
         self.first = np.zeros(n_layers + 1, dtype=np.int64)
 
-    def append(self, start: int, state: Ints, cost_s: Array) -> None:
+    def append(self, start: int, state: Ints, cost_s: Array, priced_s: Array) -> None:
         self.first[start] = self.count
         while self.count + len(cost_s) > len(self.cost_s):
             self.state = np.concatenate([self.state, np.zeros_like(self.state)])
             self.cost_s = np.concatenate([self.cost_s, np.zeros_like(self.cost_s)])
+            self.priced_s = np.concatenate([self.priced_s, np.zeros_like(self.priced_s)])
         end = self.count + len(cost_s)
         self.state[self.count : end], self.cost_s[self.count : end] = state, cost_s
+        self.priced_s[self.count : end] = priced_s
         self.count = end
 
     def trace(self, index: int) -> Route:
@@ -81,14 +84,13 @@ def grow(chain: Chain, task: Task) -> tuple[list[Route], float]:
         reach = chain.seconds[:, start + 1 :] - chain.seconds[:, start, None] <= task.cap_s
         width = int(reach.sum(axis=1).max())
         if width == 0:
-            table.append(start, table.state[:0], table.cost_s[:0])
+            table.append(start, table.state[:0], table.cost_s[:0], table.cost_s[:0])
             continue
-        state, cost = _extend(chain, task, table, start, start + width)
-        promise = _promise(chain, task, start, state, cost)
-        alive, bound = _best(np.flatnonzero(promise < task.threshold_s), promise, 8 * task.most, bound)
+        state, cost, priced, promise = _extend(chain, task, table, start, start + width)
+        alive, bound = _best(np.arange(len(cost)), promise, 8 * task.most, bound)
         alive = alive[_undominated(chain, state[alive], cost[alive])]
         alive, bound = _best(alive, promise, task.most, bound)
-        table.append(start, state[alive], cost[alive])
+        table.append(start, state[alive], cost[alive], priced[alive])
     whole = np.arange(table.first[0], table.count)
     if chain.n_stages is not None:
         whole = whole[table.state[whole, -1] == chain.n_stages]
@@ -98,36 +100,44 @@ def grow(chain: Chain, task: Task) -> tuple[list[Route], float]:
     return [table.trace(int(index)) for index in ranked], bound
 
 
-def _extend(chain: Chain, task: Task, table: _Table, start: int, reach: int) -> tuple[Ints, Array]:
-    """Puts a stage, on every choice, from layer ``start`` before every label up to ``reach``."""
+def _extend(
+    chain: Chain, task: Task, table: _Table, start: int, reach: int
+) -> tuple[Ints, Array, Array, Array]:
+    """Puts a stage, on every choice, from layer ``start`` before every label up to ``reach``.
+
+    Returns:
+        State, cost and priced cost of the labels that stay below the threshold, and their promise: the
+        least that a placement which ends with each can cost.
+    """
     low = int(table.first[reach])
     after = table.state[low : table.count]
-    stop = after[:, _START]
+    stop, follower = after[:, _START], after[:, _CHOICE]
     seconds = chain.seconds[:, stop] - chain.seconds[:, start, None]
     last = stop == chain.n_layers
     if last.any():
         seconds = seconds + np.where(last, chain.last_s[:, None], 0.0)
-    choice, index = np.nonzero((seconds <= task.cap_s) & (last | chain.inner[:, None]))
-    stop, follower = stop[index], after[index, _CHOICE]
+    step_s = seconds + chain.hop_s[:, follower, stop]
+    fee = chain.uses @ task.prices
+    rest = fee + task.before_s[:, start] - chain.available @ task.prices + task.rest_s
+    promise = table.priced_s[low : table.count] + step_s + rest[:, None]
+    alive = (promise < task.threshold_s) & (seconds <= task.cap_s) & (last | chain.inner[:, None])
+    choice, index = np.nonzero(alive & (chain.occupied_s[:, follower, stop] <= task.cap_s))
     used = after[index, _USED:] + chain.uses[choice]
-    possible = chain.occupied_s[choice, follower, stop] <= task.cap_s
-    kept = np.flatnonzero(possible & (used <= chain.available).all(axis=1))
-    choice, index, stop, follower, used = choice[kept], index[kept], stop[kept], follower[kept], used[kept]
-    run_s = seconds[choice, index]
-    hop_s = chain.hop_s[choice, follower, stop]
-    cost = table.cost_s[low + index] + hop_s + run_s
+    kept = np.flatnonzero((used <= chain.available).all(axis=1))
+    choice, index, used = choice[kept], index[kept], used[kept]
     k = np.zeros_like(index)
     if chain.memory is not None:
-        k = _in_flight(chain, after[index, _K], run_s + hop_s, task.cap_s, stop == chain.n_layers)
+        stop = stop[index]
+        ahead = after[index, _K]
+        k = _in_flight(chain, ahead, step_s[choice, index], task.cap_s, stop == chain.n_layers)
         kept = np.flatnonzero(chain.memory.fits(choice, np.asarray(start), stop, k))
-        choice, index, used, cost, k = choice[kept], index[kept], used[kept], cost[kept], k[kept]
-    return np.column_stack([np.full_like(index, start), choice, k, low + index, used]), cost
-
-
-def _promise(chain: Chain, task: Task, start: int, state: Ints, cost: Array) -> Array:
-    """The least that a placement which ends with each label can cost."""
-    left = (chain.available - state[:, _USED:]) @ task.prices
-    return np.asarray(cost + task.before_s[state[:, _CHOICE], start] - left + task.rest_s)
+        choice, index, used, k = choice[kept], index[kept], used[kept], k[kept]
+    state = np.empty((len(index), _USED + used.shape[1]), dtype=np.int64)
+    state[:, _START], state[:, _CHOICE], state[:, _K], state[:, _PARENT] = start, choice, k, low + index
+    state[:, _USED:] = used
+    mine_s = step_s[choice, index]
+    priced_s = table.priced_s[low + index] + mine_s + fee[choice]
+    return state, table.cost_s[low + index] + mine_s, priced_s, promise[choice, index]
 
 
 def _best(index: Ints, promise: Array, most: int, bound: float) -> tuple[Ints, float]:

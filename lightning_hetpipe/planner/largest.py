@@ -23,14 +23,13 @@ from lightning_hetpipe.errors import InfeasibleError, PlanError
 from lightning_hetpipe.planner.baselines import Alone
 from lightning_hetpipe.planner.candidates import (
     Setting,
-    batch_bytes,
     draft,
     finish,
     formula_s,
     n_actions,
     with_schedule,
 )
-from lightning_hetpipe.planner.cost import ADAM, Array
+from lightning_hetpipe.planner.cost import ADAM, Array, batch_bytes, is_copied
 from lightning_hetpipe.planner.plan_cost import PlanCost
 from lightning_hetpipe.planner.reason import infeasible
 from lightning_hetpipe.planner.search import make_plan
@@ -39,7 +38,7 @@ from lightning_hetpipe.plans import Plan, Prediction, Stage, micro_batch_sizes
 from lightning_hetpipe.profiles import Profile
 
 _SEARCHED = 20_000  # actions of a step up to which the fastest plan is searched for
-_SIMULATED = 300_000  # and up to which one is simulated
+_SIMULATED = 100_000  # and up to which one is simulated
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,9 @@ def largest_batch(
 ) -> Largest:
     """The plan of the largest batch that fits in the memory of a cluster.
 
-    No plan of another placement, micro-batch size or in-flight counts trains a larger one, as far as the
-    memory model goes. Of the placements that do, it is the fastest that `make_plan` finds, where a step is
-    small enough to search.
+    Each stage is on one device. No plan of another placement, micro-batch size or in-flight counts trains a
+    larger one, as far as the memory model goes. Of the placements that do, it is the fastest that `make_plan`
+    finds, where a step is small enough to search.
 
     Args:
         micro_batch: Samples per micro-batch; ``auto`` takes the measured size that allows the largest batch,
@@ -124,8 +123,9 @@ def _largest_of(at: Callable[[int], Setting], size: int, pinned_last: str | None
         setting = at(batch_size)
         (schedule,) = setting.schedules
         slices = micro_batch_sizes(batch_size, size)
-        k = 1 if schedule == "1f1b" else len(slices)
-        stages = _fitting_stages(setting, size, partial(needs, max(slices), k), pinned_last)
+        n = len(slices)
+        k, n = (1, min(n, 2)) if schedule == "1f1b" else (n, n)  # more than in flight is all that counts
+        stages = _fitting_stages(setting, size, partial(needs, max(slices), k, n), pinned_last)
         return None if stages is None else with_schedule(setting, draft(setting, stages, size), schedule)
 
     return _greatest(fit, start=size)
@@ -202,19 +202,21 @@ def _kinds(setting: Setting, pinned_last: str | None) -> list[tuple[str, ...]]:
     found: dict[object, list[str]] = {}
     for device in setting.cluster.devices:
         own = device.name if device.name == pinned_last else ""
-        key = device.memory_bytes, setting.profile.device(device.name).peak_bytes, own
+        measured = setting.profile.device(device.name)
+        peaks = measured.forward_peak_bytes, measured.backward_peak_bytes, measured.optimizer_peak
+        key = device.memory_bytes, peaks, own
         found.setdefault(key, []).append(device.name)
     return [tuple(names) for names in found.values()]
 
 
-def _needs(setting: Setting, size: int, k: int, name: str) -> Array:
-    """Bytes of a run ``start..stop`` on a device, ``[layers + 1, layers + 1]``; infinite for none."""
-    costs, n_layers = setting.costs(size), len(setting.profile.graph)
-    table = np.full((n_layers + 1, n_layers + 1), np.inf)
-    for start in range(n_layers):
-        for stop in range(start + 1, n_layers + 1):
-            table[start, stop] = costs.memory_bytes(name, start, stop, k)
-    return table
+def _needs(setting: Setting, size: int, k: int, n: int, name: str) -> Array:
+    """Bytes of a run ``start..stop`` on a device, ``[layers + 1, layers + 1]``; infinite for none.
+
+    ``k`` of ``n`` micro-batches are in flight.
+    """
+    moments = setting.costs(size).memory(name).tables(copied=is_copied(setting.cluster))
+    need = moments.peak(k, n)
+    return np.where(np.triu(np.ones_like(need, dtype=bool), k=1), need, np.inf)
 
 
 def _without(used: tuple[int, ...], kind: int) -> tuple[int, ...]:
@@ -233,6 +235,7 @@ def _searched(setting: Setting, plan: Plan, schedule: str, pinned_last: str | No
                 schedule=schedule,
                 pinned_last=pinned_last,
                 optimizer_copies=setting.optimizer_copies,
+                merge="never",
             )
     why = f"the largest batch, {plan.batch_size}; its stages were chosen to fit, not to be fast"
     return replace(_predicted(setting, plan), reason=why, profile_hash=setting.profile.content_hash)

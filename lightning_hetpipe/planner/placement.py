@@ -11,18 +11,22 @@ from it at most.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from lightning_hetpipe.planner.chain import Array, Chain, Placement, fill_s, longest
+from lightning_hetpipe.planner.coarsen import thin
 from lightning_hetpipe.planner.cost import steps_ahead
 from lightning_hetpipe.planner.labels import Task, grow
+from lightning_hetpipe.planner.recut import recut
 from lightning_hetpipe.planner.relax import price
 
 _BATCH = 32  # caps that are relaxed together
 _PIECES = 6  # children of an interval
 _SEEDS = 8  # caps of the hasty searches
+_NARROWED = 4  # times that the range of caps is narrowed by hasty searches, while they improve
+_RECUT = 6  # placements of a thin chain that are cut again
 _HASTY = 64  # labels per layer of a hasty search
 _ROUNDING = 1e-9
 
@@ -71,14 +75,11 @@ class _Search:
     searches: int = 0
 
     def add(self, starts: tuple[int, ...], choices: tuple[int, ...], cap: float) -> None:
-        period = longest(self.chain, starts, choices)
-        if not _fits(self.chain, starts, choices, period):
-            period = cap
-        objective = fill_s(self.chain, starts, choices) + (self.chain.n_micro_batches - 1) * period
+        placement = priced(self.chain, starts, choices, cap)
         known = self.found.get((starts, choices))
-        if known is None or objective < known.objective_s:
-            self.found[starts, choices] = Placement(starts, choices, objective, period)
-            self.upper_s = min(self.upper_s, objective)
+        if known is None or placement.objective_s < known.objective_s:
+            self.found[starts, choices] = placement
+            self.upper_s = min(self.upper_s, placement.objective_s)
 
     @property
     def threshold_s(self) -> float:
@@ -115,7 +116,12 @@ def place(
         return Placements((), np.inf)
     bound = np.inf
     if chain.n_micro_batches > 1:
-        caps = caps[: max(1, np.searchsorted(caps, search.upper_s / (chain.n_micro_batches - 1), "right"))]
+        for _ in range(_NARROWED):
+            before_s, caps = search.upper_s, _useful(search, caps)
+            _seed_between(search, caps)
+            if search.upper_s > 0.98 * before_s:
+                break
+        caps = _useful(search, caps)
     no_prices = np.zeros(len(chain.available))
     level = [(low, high, no_prices) for low, high in _split(caps, 0, len(caps) - 1, _BATCH)]
     while level:
@@ -144,8 +150,60 @@ def place(
     return Placements(tuple(ranked[:keep]), float(min(bound, best)))
 
 
+def place_thinly(
+    chain: Chain, most: int, *, tolerance: float, upper_s: float, budget: Budget
+) -> tuple[Placements, bool]:
+    """`place` on at most so many cuts of the chain, then cut again on all of them.
+
+    Returns:
+        Placements in terms of the chain; and whether their bound holds: not where cuts were left out, then
+        ask `lower_bound_s`.
+    """
+    coarse, cuts = thin(chain, most)
+    found = place(coarse, tolerance=tolerance, upper_s=upper_s, budget=budget)
+    if coarse is chain:
+        return found, True
+    moved = []
+    for rough in found.found[:_RECUT]:
+        starts = tuple(int(cuts[start]) for start in rough.starts)
+        placement = replace(rough, starts=starts)
+
+        def again(starts: tuple[int, ...], choices: tuple[int, ...] = rough.choices) -> Placement:
+            return priced(chain, starts, choices, np.inf)
+
+        moved.append(recut(chain, placement, again))
+    moved.sort(key=lambda placement: placement.objective_s)
+    return Placements(tuple(moved), found.bound_s), False
+
+
+def lower_bound_s(chain: Chain, upper_s: float) -> float:
+    """No placement has a smaller objective, nor is the answer above ``upper_s``, that of a known one."""
+    search = _Search(chain, 1, Budget(rounds=6), upper_s)
+    caps = _caps(chain)
+    if chain.n_micro_batches > 1:
+        caps = _useful(search, caps)
+    no_prices = np.zeros(len(chain.available))
+    level = [(low, high, no_prices) for low, high in _split(caps, 0, len(caps) - 1, _BATCH)]
+    ranked = sorted(_bounds(search, caps, level), key=lambda entry: entry[1])
+    # The least bounds are raised by cutting their intervals finer; the others stand.
+    least, others = ranked[: _BATCH // _PIECES], ranked[_BATCH // _PIECES :]
+    level = [
+        (a, b, prices) for (low, high), _, prices, _ in least for a, b in _split(caps, low, high, _PIECES)
+    ]
+    return min([lower for _, lower, _, _ in (*others, *_bounds(search, caps, level))], default=upper_s)
+
+
+def priced(chain: Chain, starts: tuple[int, ...], choices: tuple[int, ...], cap: float) -> Placement:
+    """A placement with its period and objective; the period is ``cap`` where less does not fit."""
+    period = longest(chain, starts, choices)
+    if not _fits(chain, starts, choices, period):
+        period = cap
+    objective = fill_s(chain, starts, choices) + (chain.n_micro_batches - 1) * period
+    return Placement(starts, choices, objective, period)
+
+
 def _seed(search: _Search, caps: Array) -> bool:
-    """Costs to beat: one device alone, the cheapest placement under no cap, hasty searches under some.
+    """Costs to beat: one device alone, or the cheapest placement under no cap.
 
     False where nothing fits: what fits under a cap fits under a longer one.
     """
@@ -154,21 +212,32 @@ def _seed(search: _Search, caps: Array) -> bool:
         possible = chain.n_stages in (None, 1) and (chain.uses[choice] <= chain.available).all()
         if possible and _fits(chain, (0,), (int(choice),), np.inf):
             search.add((0,), (int(choice),), np.inf)
-    some = np.unique(
-        np.searchsorted(caps, np.geomspace(max(caps[0], 1e-12), caps[-1], _SEEDS)).clip(0, len(caps) - 1)
-    )
-    chosen, no_prices = caps[some], np.zeros((len(some), len(chain.available)))
+    if np.isfinite(search.upper_s):
+        return True
+    no_prices = np.zeros((1, len(chain.available)))
+    prices, relaxed = price(chain, caps[-1:], no_prices, np.array([np.inf]), search.budget.rounds // 2)
+    cheapest = _grow(search, caps[-1], caps[0], relaxed.before_s[0], prices[0], search.budget.labels)
+    return bool(np.isfinite(cheapest))
+
+
+def _seed_between(search: _Search, caps: Array) -> None:
+    """Hasty searches under a few of the caps, evenly apart in their logarithm, the least one left out."""
+    chain = search.chain
+    marks = np.geomspace(max(caps[0], 1e-12), caps[-1], _SEEDS)[1:]
+    chosen = caps[np.unique(np.searchsorted(caps, marks).clip(0, len(caps) - 1))]
+    no_prices = np.zeros((len(chosen), len(chain.available)))
     targets = search.upper_s - (chain.n_micro_batches - 1) * chosen
     prices, relaxed = price(chain, chosen, no_prices, targets, search.budget.rounds // 2)
-    if not np.isfinite(search.upper_s):
-        before, most = relaxed.before_s[-1], search.budget.labels
-        if not np.isfinite(_grow(search, caps[-1], caps[0], before, prices[-1], most)):
-            return False
     for row, cap in enumerate(chosen):
         lower = relaxed.bound_s[row] + (chain.n_micro_batches - 1) * cap
         if lower < search.upper_s:
             _grow(search, cap, cap, relaxed.before_s[row], prices[row], _HASTY)
-    return True
+
+
+def _useful(search: _Search, caps: Array) -> Array:
+    """The caps that alone do not cost more than the best placement yet."""
+    longest_s = search.upper_s / (search.chain.n_micro_batches - 1)
+    return caps[: max(1, np.searchsorted(caps, longest_s, "right"))]
 
 
 def _caps(chain: Chain) -> Array:

@@ -5,10 +5,13 @@ from functools import cached_property
 
 from lightning_hetpipe.cluster import Link
 from lightning_hetpipe.graph import READER, LayerGraph
-from lightning_hetpipe.planner.cost import ADAM, LayerCosts, lower_bound_s
+from lightning_hetpipe.planner.channel import ChannelRun, channel_parts, channel_run
+from lightning_hetpipe.planner.cost import ADAM, batch_bytes, is_copied, layer_costs, lower_bound_s
+from lightning_hetpipe.planner.memory import Share
 from lightning_hetpipe.plans import Plan, Stage
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.schedule import Action, Kind, Schedule
+from lightning_hetpipe.shares import largest_remainder
 
 
 def schedule_of(
@@ -36,24 +39,28 @@ def schedule_of(
 
 
 def reducing_stages(plan: Plan, graph: LayerGraph) -> tuple[int, ...]:
-    """Stages whose gradients have other owners: groups split by samples, and tied weights across stages."""
+    """Stages whose gradients have other owners: groups split by samples, and tied weights across ranks.
+
+    Of a rank that uses a tied weight in several stages, the last one reduces.
+    """
     found = {index for index, stage in enumerate(plan.stages) if stage.split == "batch"}
     for layers in graph.tied:
         owners = {
-            index
+            plan.ranks_of_stage[index]: index
             for index, stage in enumerate(plan.stages)
             if any(stage.start <= layer < stage.stop for layer in layers)
         }
         if len(owners) > 1:
-            found |= owners
+            found |= set(owners.values())
     return tuple(sorted(found))
 
 
 class PlanCost:
     """Seconds and bytes of a plan's actions.
 
-    A group split by samples takes as long as its slowest share; a group split by channels is taken as
-    proportional to the shares, without collectives, unless its times were measured.
+    A group split by samples takes as long as its slowest share; a group split by channels as long as its
+    members' measured shares and the collectives of its layout (`channel`). Where the profile has no shares,
+    the latter is taken as proportional, without collectives.
     """
 
     def __init__(self, plan: Plan, profile: Profile, *, optimizer_copies: float = ADAM) -> None:
@@ -61,18 +68,20 @@ class PlanCost:
         self.graph = profile.graph
         self.slices = plan.slices(plan.batch_size)
         sizes = {plan.micro_batch, *self.slices}  # no slice need have the size that was asked for
-        self._layers = {size: LayerCosts(profile, size, optimizer_copies) for size in sizes}
+        self._layers = {size: layer_costs(profile, size, optimizer_copies) for size in sizes}
         self._routes = {(route.source, route.target): route for route in plan.routes(self.graph)}
         self._names = [device.name for device in plan.cluster.devices]
         self._links: dict[tuple[int, int], Link] = {}
         self._transfers: dict[tuple[int, int, int, int, Kind, int], tuple[float, float]] = {}
 
     def seconds(self, action: Action) -> float:
-        """Duration of a computation or reduction; reader and loss stage count in the last stage."""
+        """Duration of a computation or reduction; the reader's counts in the stage with the loss."""
         if action.kind is Kind.REDUCE_GRAD:
             return self._reduce_s[action.stage]
-        if action.stage not in range(len(self.plan.stages)):
+        if action.stage == READER:
             return 0.0
+        if action.stage == len(self.plan.stages):
+            return self.profile.step_forward_s if action.kind is Kind.F else self.profile.step_backward_s
         assert action.micro_batch is not None
         forward, backward = self.stage_seconds(action.stage, self.slices[action.micro_batch])
         return forward if action.kind is Kind.F else backward
@@ -81,27 +90,45 @@ class PlanCost:
         """Forward and backward of one micro-batch of ``size`` samples."""
         found = self._stage_seconds.get((stage, size))
         if found is None:
-            found = self._stage_seconds[stage, size] = self._measure(self.plan.stages[stage], size)
+            found = self._stage_seconds[stage, size] = self._measure(stage, size)
         return found
 
     @cached_property
     def _stage_seconds(self) -> dict[tuple[int, int], tuple[float, float]]:
         return {}
 
-    def _measure(self, stage: Stage, size: int) -> tuple[float, float]:
-        forward = backward = 0.0
-        for name, share in zip(stage.devices, stage.shares):
-            if stage.split == "batch":
-                rows = self.profile.device(name).layer_seconds(max(1, round(size * share)))
-                mine = [float(row[stage.start : stage.stop].sum()) for row in rows]
-            else:
-                tables = self._layers[size].seconds(name)
-                mine = [float(table[stage.stop] - table[stage.start]) * share for table in tables]
-            forward, backward = max(forward, mine[0]), max(backward, mine[1])
-        if stage is self.plan.stages[-1]:
+    def _measure(self, index: int, size: int) -> tuple[float, float]:
+        stage = self.plan.stages[index]
+        if stage.split == "channel" and self.profile.sharing is not None:
+            run = self._channel_run(stage, size)
+            forward, backward = float(run.forward_s.sum()), float(run.backward_s.sum())
+        else:
+            rows = largest_remainder(size, stage.shares) if stage.split == "batch" else None
+            forward = backward = 0.0
+            for member, (name, share) in enumerate(zip(stage.devices, stage.shares)):
+                if rows is not None:
+                    tables = self.profile.device(name).layer_seconds(rows[member]) if rows[member] else ()
+                    mine = [float(table[stage.start : stage.stop].sum()) for table in tables] or [0.0, 0.0]
+                else:
+                    sums = self._layers[size].seconds(name)
+                    mine = [float(table[stage.stop] - table[stage.start]) * share for table in sums]
+                forward, backward = max(forward, mine[0]), max(backward, mine[1])
+        if index == len(self.plan.stages) - 1 and not self.plan.loss_apart:
             forward += self.profile.step_forward_s
             backward += self.profile.step_backward_s
         return forward, backward
+
+    def _channel_run(self, stage: Stage, size: int) -> ChannelRun:
+        pace = self.plan.pace(stage)
+        return channel_run(self.profile, self.plan.cluster, stage, pace, self.plan.micro_batch, size)
+
+    def exchange_s(self, stage: int) -> float:
+        """Seconds of a channel group's collectives in one micro-batch."""
+        return self._channel_run(self.plan.stages[stage], self.plan.micro_batch).exchange_s
+
+    def reduction_s(self, stage: int) -> float:
+        """Seconds of a batch group's sum of gradients, once per step."""
+        return self._reduce_s[stage]
 
     @cached_property
     def _reduce_s(self) -> dict[int, float]:
@@ -127,7 +154,7 @@ class PlanCost:
             if any(other.start <= i < other.stop for group in groups for i in group)
         ]
         mine = [next(i for i in group if stage.start <= i < stage.stop) for group in groups]
-        return mine, tuple(ranks)
+        return mine, tuple(dict.fromkeys(ranks))
 
     def transfer(self, action: Action, source: int, target: int) -> tuple[float, float]:
         """Link time and latency of a send from one rank to another."""
@@ -169,15 +196,29 @@ class PlanCost:
         return found
 
     def _overlap(self, stage: int, rank: int, peer: int, peer_rank: int) -> float:
-        """The fraction of a tensor that one rank owes another: the overlap of their shares."""
-        (start, stop), (first, last) = self._interval(stage, rank), self._interval(peer, peer_rank)
+        """The fraction of a tensor that one rank owes another, as `engine.pieces` has it."""
+        (start, stop), (first, last) = self._duty(stage, rank), self._held(peer, peer_rank)
         return max(0.0, min(stop, last) - max(start, first))
 
+    def _held(self, stage: int, rank: int) -> tuple[float, float]:
+        """The samples that a rank needs of what enters its stage: all, but for a group that splits them."""
+        return self._interval(stage, rank) if self._split(stage) == "batch" else (0.0, 1.0)
+
+    def _duty(self, stage: int, rank: int) -> tuple[float, float]:
+        """The samples of which a rank sends what leaves its stage: no other member sends these."""
+        return self._interval(stage, rank)
+
+    def _split(self, stage: int) -> str:
+        inner = stage != READER and stage < len(self.plan.stages)
+        return self.plan.stages[stage].split if inner else "none"
+
     def _interval(self, stage: int, rank: int) -> tuple[float, float]:
-        if stage == READER or len(self.plan.executed_ranks[stage]) == 1:
+        split = self._split(stage)
+        if split == "none":
             return 0.0, 1.0
-        position = self.plan.ranks_of_stage[stage].index(rank)
-        shares = self.plan.stages[stage].shares
+        ranks = self.plan.ranks_of_stage[stage]
+        position = ranks.index(rank)
+        shares = self.plan.stages[stage].shares if split == "batch" else (1 / len(ranks),) * len(ranks)
         return sum(shares[:position]), sum(shares[: position + 1])
 
     def hops(self, size: int) -> Iterator[tuple[float, float]]:
@@ -204,27 +245,29 @@ class PlanCost:
         for stage, ranks, k in zip(self.plan.stages, self.plan.ranks_of_stage, self.plan.in_flight):
             held = n_slices if self.plan.schedule == "gpipe" else min(k, n_slices)
             for rank, share in zip(ranks, stage.shares):
-                per_rank[rank] = costs.memory_bytes(
+                per_rank[rank] += costs.memory_bytes(
                     self._names[rank],
                     stage.start,
                     stage.stop,
                     held,
-                    sample_share=share,
-                    weight_share=share if stage.split == "channel" else 1.0,
+                    n_micro_batches=n_slices,
+                    copied=is_copied(self.plan.cluster),
+                    share=Share(*member_parts(self.profile, self.plan, stage, share)),
                 )
-        per_rank[0] += costs.input_bytes / costs.micro_batch * self.plan.batch_size
+        per_rank[0] += batch_bytes(costs, self.plan.batch_size)
         return tuple(round(size) for size in per_rank)
 
     def optimizer_s(self) -> float:
-        """The slowest stage's optimizer step."""
+        """The slowest device's optimizer step."""
         costs = self._layers[max(self._layers)]
-        return max(
-            self.profile.device(name).optimizer_s_per_byte
-            * float(costs.parameter_bytes[stage.stop] - costs.parameter_bytes[stage.start])
-            * (share if stage.split == "channel" else 1.0)
-            for stage in self.plan.stages
-            for name, share in zip(stage.devices, stage.shares)
-        )
+        seconds: dict[str, float] = {}
+        for stage in self.plan.stages:
+            for name, share in zip(stage.devices, stage.shares):
+                size = float(costs.parameter_bytes[stage.stop] - costs.parameter_bytes[stage.start])
+                size *= member_parts(self.profile, self.plan, stage, share)[1]
+                step_s = self.profile.device(name).optimizer_s_per_byte * size
+                seconds[name] = seconds.get(name, 0.0) + step_s
+        return max(seconds.values())
 
     def lower_bound_s(self) -> float:
         """No order of this plan's actions is faster (`cost.lower_bound_s`, for unequal slices).
@@ -235,21 +278,33 @@ class PlanCost:
             sum(sum(self.stage_seconds(stage, size)) for size in self.slices)
             for stage in range(len(self.plan.stages))
         ]
+        busiest = max(sum(busy[stage] for stage in held) for held in self.plan.stages_of_rank)
         chained = all(
             (route := self._routes.get((stage, stage + 1))) is not None and route.gradients
             for stage in range(len(busy) - 1)
         )
         if not chained:
-            return max(busy)
+            return busiest
         smallest = min(self.slices)
         seconds = [sum(self.stage_seconds(stage, smallest)) for stage in range(len(busy))]
         hops = [forward + backward for forward, backward in self.hops(smallest)]
-        bound = lower_bound_s(seconds, hops, 1)
+        bound = max(lower_bound_s(seconds, hops, 1), busiest)
         before = 0.0
         for stage, total in enumerate(busy):
             bound = max(bound, before + total)
             before += seconds[stage] + (hops[stage] if stage < len(hops) else 0.0)
         return bound
+
+
+def member_parts(profile: Profile, plan: Plan, stage: Stage, share: float) -> tuple[float, float]:
+    """What a member holds of its stage's activations, and of its weights, as fractions."""
+    if stage.split == "none":
+        return 1.0, 1.0
+    if stage.split == "batch":
+        return share, 1.0
+    if profile.sharing is None:
+        return share, share
+    return channel_parts(profile, stage, plan.pace(stage), plan.micro_batch, share)
 
 
 def ring(ranks: Sequence[int]) -> list[tuple[int, int]]:

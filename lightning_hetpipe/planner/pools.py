@@ -8,9 +8,11 @@ import numpy as np
 
 from lightning_hetpipe.cluster import ANY, Cluster, Device, Link
 from lightning_hetpipe.planner.chain import Array, Chain, Depth, MemoryTables
-from lightning_hetpipe.planner.cost import LayerCosts
+from lightning_hetpipe.planner.cost import LayerCosts, batch_bytes, is_copied
 from lightning_hetpipe.profiles import Profile
 
+_MESSAGE = 1e6  # bytes of a message that links are compared by
+_TOLERANCE = 0.2  # times that differ by less are one link measured twice
 MAX_POOLS = 24  # more (many hosts, each pair with its own link) are put together by kind of device
 
 
@@ -42,7 +44,8 @@ def make_pools(profile: Profile, cluster: Cluster, *, pinned_last: str | None = 
     Raises:
         ProfileError: A device was not profiled.
     """
-    named = {end for link in (*cluster.links, *profile.links) for end in (link.source, link.target)}
+    named = {end for link in cluster.links for end in (link.source, link.target)}
+    alike = _alike(profile, cluster)
 
     def key(device: Device, by_link: bool) -> tuple[object, ...]:
         measured = profile.device(device.name)
@@ -52,9 +55,11 @@ def make_pools(profile: Profile, cluster: Cluster, *, pinned_last: str | None = 
             measured.micro_batches,
             measured.forward_s,
             measured.backward_s,
-            measured.peak_bytes,
+            measured.forward_peak_bytes,
+            measured.backward_peak_bytes,
+            measured.optimizer_peak,
             device.name == pinned_last,
-            place if by_link else ANY,
+            (place, alike.get(device.name)) if by_link else ANY,
         )
 
     for by_link in (True, False):
@@ -65,6 +70,49 @@ def make_pools(profile: Profile, cluster: Cluster, *, pinned_last: str | None = 
             break
     names = tuple(map(tuple, groups.values()))
     return Pools(names, _links(profile, cluster, names, exact=by_link), exact=by_link)
+
+
+def _alike(profile: Profile, cluster: Cluster) -> dict[str, int]:
+    """The number of a class for every device with measured links; equal where the links are.
+
+    Links are equal when a `_MESSAGE` takes equally long within `_TOLERANCE` of the first of their class: a
+    measurement repeats no better. Two devices are alike when their links to every third device are,
+    in both directions, and when the links between the two agree with each other; so measured clusters of
+    equal devices make as few pools as declared ones.
+    """
+    names = [device.name for device in cluster.devices]
+    measured = {end for link in profile.links for end in (link.source, link.target)}
+    if not measured:
+        return {}
+    seconds = np.array(
+        [
+            [profile.link(cluster, a, b).transfer_s(_MESSAGE) if a != b else np.nan for b in names]
+            for a in names
+        ]
+    )
+    firsts: list[int] = []
+    found: dict[str, int] = {}
+    for index, name in enumerate(names):
+        if name in measured:
+            kind = cluster.device(name).kind_key
+            same = (
+                number
+                for number, first in enumerate(firsts)
+                if cluster.device(names[first]).kind_key == kind and _same_links(seconds, first, index)
+            )
+            found[name] = next(same, len(firsts))
+            if found[name] == len(firsts):
+                firsts.append(index)
+    return found
+
+
+def _same_links(seconds: Array, a: int, b: int) -> bool:
+    """Whether two devices reach all others, and are reached, equally fast."""
+    others = np.ones(len(seconds), dtype=bool)
+    others[[a, b]] = False
+    mine = np.concatenate([seconds[a, others], seconds[others, a], [seconds[a, b]]])
+    theirs = np.concatenate([seconds[b, others], seconds[others, b], [seconds[b, a]]])
+    return bool((np.abs(mine - theirs) <= _TOLERANCE * np.minimum(mine, theirs)).all())
 
 
 def in_order(profile: Profile, cluster: Cluster, order: Sequence[str]) -> Pools:
@@ -172,33 +220,31 @@ def _memory(
     limits = [cluster.device(name).memory_bytes for name in firsts]
     if all(limit is None for limit in limits):
         return None
-    tables = MemoryTables(
-        weights=costs.parameter_bytes * (2 + costs.optimizer_copies),
-        saved=costs.saved_bytes,
-        out=costs.forward_bytes,
-        message_in=costs.forward_bytes + costs.backward_bytes,
-        message_out=costs.backward_bytes,
-        limit=np.array([np.inf if limit is None else float(limit) for limit in limits]),
-        last_extra=costs.input_bytes / costs.micro_batch * batch_size,
-        workspace=_workspace(costs, firsts),
+    moments = [costs.memory(name).tables(copied=is_copied(cluster)) for name in firsts]
+    every, steady, fill, optimizer = (
+        np.stack(tables)
+        for tables in (
+            [each.peak(m, m) for each in moments],
+            [each.steady for each in moments],
+            [each.fill for each in moments],
+            [each.optimizer for each in moments],
+        )
     )
-    n_layers = len(costs.graph)
-    widest = m * (tables.saved[-1] + tables.out.max()) + tables.message_in.max() + tables.message_out.max()
-    most = tables.weights[-1] + widest + tables.last_extra
-    if tables.workspace is not None:
-        most += tables.workspace[:, 0, n_layers].max()
-    return None if most <= tables.limit.min() else tables
-
-
-def _workspace(costs: LayerCosts, firsts: Sequence[str]) -> Array | None:
-    """``[choices, start, stop]``: the running maximum of the layers' passing needs."""
-    peaks = [costs.profile.device(name).peak_bytes for name in firsts]
-    if not any(map(any, peaks)):
-        return None
-    n_layers = len(costs.graph)
-    table = np.zeros((len(firsts), n_layers + 1, n_layers + 1))
-    for choice, peak in enumerate(peaks):
-        if peak:
-            for start in range(n_layers):
-                table[choice, start, start + 1 :] = np.maximum.accumulate(peak[start:])
-    return table
+    for table in (every, steady, fill, optimizer):
+        table[:, :, -1] += batch_bytes(costs, batch_size)
+    held = moments[0].held
+    tables = MemoryTables(
+        every=every,
+        steady=steady,
+        fill=fill,
+        optimizer=optimizer,
+        kept=held.kept,
+        sent=held.sent,
+        n_micro_batches=m,
+        limit=np.array([np.inf if limit is None else float(limit) for limit in limits]),
+        grows=costs.parameter_bytes * (2 + costs.optimizer_copies) + m * costs.activations.sums,
+        crosses=np.stack([costs.forward_bytes, costs.backward_bytes, costs.activations.waiting]),
+    )
+    limit = tables.limit[:, None, None]
+    most = np.maximum(steady + m * held.kept, fill + m * (held.kept + held.sent))
+    return None if (np.maximum(every, most) <= limit).all() else tables

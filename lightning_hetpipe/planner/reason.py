@@ -6,14 +6,21 @@ import numpy as np
 
 from lightning_hetpipe.errors import InfeasibleError
 from lightning_hetpipe.planner.baselines import Baseline
-from lightning_hetpipe.planner.candidates import Candidate, Setting, batch_bytes
+from lightning_hetpipe.planner.candidates import Candidate, Setting
+from lightning_hetpipe.planner.cost import batch_bytes
 from lightning_hetpipe.planner.plan_cost import PlanCost
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.units import format_bytes
 
 
 def explain(
-    setting: Setting, plan: Plan, found: Sequence[Candidate], rows: Sequence[Baseline], *, gap: float
+    setting: Setting,
+    plan: Plan,
+    found: Sequence[Candidate],
+    rows: Sequence[Baseline],
+    *,
+    gap: float,
+    merging: str = "",
 ) -> str:
     """One line: is it worth it, the bottleneck, the best rejected alternative, the binding limit.
 
@@ -23,15 +30,18 @@ def explain(
         found: Every candidate that was simulated.
         rows: Baselines.
         gap: How far the search can be from the best placement, as a fraction.
+        merging: Whether groups pay.
     """
     parts = [
         _worth(setting, plan, rows),
         _bottleneck(setting, plan),
+        merging,
         _rejected(plan, found),
         _limit(plan),
     ]
-    if gap > 0.02:
-        parts.append(f"a better placement could save {gap:.0%} at most")
+    if gap > 0.005:
+        single = " of one stage per device" if plan.schedule == "interleaved" else ""
+        parts.append(f"a better placement{single} could save {gap:.0%} at most")
     return "; ".join(part for part in parts if part)
 
 
@@ -42,7 +52,7 @@ def _step_s(plan: Plan) -> float:
 
 def _worth(setting: Setting, plan: Plan, rows: Sequence[Baseline]) -> str:
     best = min((row for row in rows if np.isfinite(row.step_s)), key=lambda row: row.step_s, default=None)
-    if len(plan.stages) == 1:
+    if len(plan.stages) == 1 and plan.stages[0].split == "none":
         name = plan.stages[0].devices[0]
         if len(setting.cluster.devices) == 1:
             return f"{name} is the only device ({_step_s(plan):.4g} s per step)"
@@ -58,14 +68,17 @@ def _worth(setting: Setting, plan: Plan, rows: Sequence[Baseline]) -> str:
 def _bottleneck(setting: Setting, plan: Plan) -> str:
     cost = PlanCost(plan, setting.profile, optimizer_copies=setting.optimizer_copies)
     size = plan.micro_batch
-    stages = [sum(cost.stage_seconds(index, size)) for index in range(len(plan.stages))]
+    seconds = [sum(cost.stage_seconds(index, size)) for index in range(len(plan.stages))]
+    stages = [sum(seconds[each] for each in plan.stages_of_rank[ranks[0]]) for ranks in plan.ranks_of_stage]
     slowest = int(np.argmax(stages))
-    text = f"stage {slowest} on {'+'.join(plan.stages[slowest].devices)} sets the pace"
+    mine = plan.stages_of_rank[plan.ranks_of_stage[slowest][0]]
+    held = f"stage {slowest}" if len(mine) == 1 else f"stages {', '.join(map(str, mine))}"
+    text = f"{held} on {'+'.join(plan.stages[slowest].devices)} sets the pace"
     hops = [max(hop) for hop in cost.hops(size)]
     if hops and max(hops) > max(stages):
         cut = int(np.argmax(hops))
         text = f"the link between stages {cut} and {cut + 1} sets the pace"
-    idle = len(plan.cluster.devices) - sum(len(stage.devices) for stage in plan.stages)
+    idle = len(plan.cluster.devices) - len({name for stage in plan.stages for name in stage.devices})
     return f"{text} ({max([*stages, *hops]):.4g} s per micro-batch)" + (
         f", {idle} devices idle" if idle else ""
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hetpipe.planner.chain import Array, Chain
+from lightning_hetpipe.planner.chain import Array, Chain, Ints
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,12 @@ def relax(chain: Chain, caps: Array, prices: Array) -> Relaxed:
     fee = prices @ chain.uses.T.astype(float)  # [caps, choices]
     before = np.full((n, c, n_layers + 1), np.inf)
     before[:, :, 0] = 0.0
-    taken = np.zeros((n, c, n_layers + 1, len(chain.available)))
+    began = np.zeros((n, c, n_layers + 1), dtype=np.int64)  # where the best run that stops here begins
+    holder = np.zeros((n, c, n_layers + 1), dtype=np.int64)  # who holds the run before one that starts here
     cap = caps[:, None, None]
     reach = float(caps.max())
     row, column = np.arange(n)[:, None], np.arange(c)[None, :]
-    done, used = np.zeros((n, c)), np.zeros((n, c, len(chain.available)))
+    done = np.zeros((n, c))
     for stop in range(1, n_layers + 1):
         seconds = chain.seconds[:, stop, None] - chain.seconds[:, :stop]
         low = int(np.argmax((seconds <= reach).any(axis=0)))
@@ -57,17 +58,28 @@ def relax(chain: Chain, caps: Array, prices: Array) -> Relaxed:
         total = np.where(seconds <= cap, before[:, :, low:stop] + seconds, np.inf)
         start = total.argmin(axis=2)
         done = total[row, column, start] + fee
-        used = taken[row, column, low + start] + chain.uses[None]
+        began[:, :, stop] = low + start
         if stop < n_layers:
             hop = np.where(chain.occupied_s[None, :, :, stop] <= cap, chain.hop_s[:, :, stop], np.inf)
             through = np.where(chain.inner[None, :], done, np.inf)[:, :, None] + hop
             source = through.argmin(axis=1)
             before[:, :, stop] = through[row, source, column]
-            taken[:, :, stop] = used[row, source]
+            holder[:, :, stop] = source
     best = done.argmin(axis=1)
-    rows = np.arange(n)
-    bound = done[rows, best] - prices @ chain.available.astype(float)
-    return Relaxed(before, bound, used[rows, best])
+    bound = done[np.arange(n), best] - prices @ chain.available.astype(float)
+    return Relaxed(before, bound, _used(chain, began, holder, best))
+
+
+def _used(chain: Chain, began: Ints, holder: Ints, choice: Ints) -> Array:
+    """Devices of each relaxed optimum, from its last stage to its first."""
+    rows = np.arange(len(choice))
+    stop = np.full(len(choice), chain.n_layers)
+    used = np.zeros((len(choice), len(chain.available)))
+    while stop.any():
+        used += np.where((stop > 0)[:, None], chain.uses[choice], 0)
+        stop = began[rows, choice, stop]
+        choice = holder[rows, choice, stop]
+    return used
 
 
 def price(chain: Chain, caps: Array, prices: Array, targets: Array, rounds: int) -> tuple[Array, Relaxed]:

@@ -1,39 +1,48 @@
 """Makes a plan: places layers at each promising micro-batch size, simulates the best, explains the winner."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from lightning_hetpipe.cluster import Cluster
-from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.errors import InfeasibleError, PlanError
+from lightning_hetpipe.planner.arguments import check_arguments
 from lightning_hetpipe.planner.baselines import Alone, Baseline, data_parallel, even_split, fastest_single
 from lightning_hetpipe.planner.candidates import (
     Candidate,
     Setting,
     finish,
     make_candidates,
+    n_actions,
     schedules_of,
     stages_of,
 )
 from lightning_hetpipe.planner.chain import Chain, Depth
 from lightning_hetpipe.planner.coarsen import coarsen
 from lightning_hetpipe.planner.cost import ADAM
+from lightning_hetpipe.planner.interleave import WINS, interleave
+from lightning_hetpipe.planner.merging import Look, Merges, forced_merges, search_merges
 from lightning_hetpipe.planner.microbatch import best_size, neighbours
-from lightning_hetpipe.planner.placement import Budget, Placements, place
+from lightning_hetpipe.planner.placement import Budget, Placements, lower_bound_s, place_thinly
 from lightning_hetpipe.planner.plan_cost import PlanCost
 from lightning_hetpipe.planner.polish import polish
 from lightning_hetpipe.planner.pools import Pools, in_order, make_chain, make_pools
 from lightning_hetpipe.planner.reason import explain, infeasible
 from lightning_hetpipe.planner.split import Even, even_stages, named_stages
-from lightning_hetpipe.plans import Alternative, Plan, Stage
+from lightning_hetpipe.planner.teams import Teams
+from lightning_hetpipe.plans import Alternative, Merge, Plan, Stage
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.schedule import SCHEDULES
 
 _MARGIN = 1.1  # the closed form is off by as much, so placements up to here are worth a simulation
 _COARSE = 0.004  # cuts nearer to each other than this fraction of a period count as one
-_ACTIONS = 100_000  # actions that re-ranking may simulate per micro-batch size
+_KEEP = 20  # placements that are simulated per micro-batch size
+_KEEP_MERGED = 4  # likewise, of a first look at some groups
+_CUTS = 96  # cuts that the search over orders sees, or ...
+_CUTS_PER_DEVICE = 4  # ... as many as this for each device
+_ACTIONS = 40_000  # actions that re-ranking may simulate per micro-batch size
 
 
 def make_plan(
@@ -49,6 +58,7 @@ def make_plan(
     device_order: Sequence[str] | None = None,
     pinned_last: str | None = None,
     optimizer_copies: float = ADAM,
+    merge: Merge | Sequence[Sequence[str]] = "auto",
     baselines: bool = True,
 ) -> Plan:
     """The fastest plan that the search finds, with its prediction, its reason and what it was compared with.
@@ -58,13 +68,16 @@ def make_plan(
         cluster: Its devices may be left out and reordered; rank 0 of the plan holds the last stage.
         batch_size: Samples per optimizer step; ``max`` for as many as memory allows (`largest_batch`).
         micro_batch: Samples per micro-batch, or ``auto``.
-        schedule: ``gpipe``, ``1f1b`` or ``auto``.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved`` (devices hold several stages), or ``auto``.
         stages: Exactly so many stages; as many as pay by default.
         even: Split without a search: ``layers``, or ``time`` (also True) on the first device.
         cuts: Split by hand: the name of the first layer of every stage but the first.
         device_order: Uses exactly these devices, in this order of stages.
         pinned_last: The device that must read the data and hold the last stage; any by default.
         optimizer_copies: State values that the optimizer keeps per parameter (Adam 2, momentum 1, SGD 0).
+        merge: ``auto`` lets devices share a stage where that saves more than 1 % of the step, ``never`` does
+            not; or the groups of devices that must share one each. ``cuts`` and ``device_order`` name a group
+            ``a+b``.
         baselines: False leaves the comparison out.
 
     Raises:
@@ -76,48 +89,67 @@ def make_plan(
         return _of_largest_batch(
             profile,
             cluster,
-            {"stages": stages, "even": even or None, "cuts": cuts, "device_order": device_order},
+            {
+                "stages": stages,
+                "even": even or None,
+                "cuts": cuts,
+                "device_order": device_order,
+                "merge": None if isinstance(merge, str) else merge,
+            },
             micro_batch=micro_batch,
             schedule=schedule,
             pinned_last=pinned_last,
             optimizer_copies=optimizer_copies,
         )
-    request = _check(
-        _Request(
-            Setting(profile, cluster, batch_size, schedules_of(schedule), optimizer_copies),
-            micro_batch,
-            schedule,
-            len(cuts) + 1 if cuts is not None and stages is None else stages,
-            "time" if even is True else even or None,
-            tuple(cuts) if cuts is not None else None,
-            tuple(device_order) if device_order is not None else None,
-            pinned_last,
-        )
+    names = {"cuts": cuts, "device_order": device_order}
+    check_arguments(profile, cluster, batch_size, micro_batch, stages, optimizer_copies, names)
+    setting = Setting(profile, cluster, batch_size, schedules_of(schedule), optimizer_copies)
+    request = _Request(
+        setting,
+        micro_batch,
+        schedule,
+        len(cuts) + 1 if cuts is not None and stages is None else stages,
+        "time" if even is True else even or None,
+        tuple(cuts) if cuts is not None else None,
+        tuple(device_order) if device_order is not None else None,
+        pinned_last,
     )
-    setting = request.setting
+    teams = _teams(merge)
+    _check(replace(request, device_order=None) if teams else request)
     alone = Alone(setting)
     bound = alone.bound_images_per_s()
     single = fastest_single(setting, alone, pinned_last)
-    search = _fixed(request) if request.is_fixed else _searched(request, single)
+    search = _Found()
+    if teams:
+        merges = forced_merges(setting, teams, _look(request), first=pinned_last, sizes=request.sizes)
+        setting = replace(setting, exact=merges.exact)
+    else:
+        search = _fixed(request) if request.is_fixed else _searched(request, single)
+        merges = Merges()
+        if merge == "auto" and not request.is_fixed and request.device_order is None:
+            best = min(search.found, key=lambda candidate: candidate.order, default=None)
+            merges = search_merges(setting, best, _look(request), first=pinned_last, baselines=baselines)
+    search.found += merges.found
     if not search.found:
         raise infeasible(setting, request.sizes, stages=stages, device_order=request.device_order)
     winner = min(search.found, key=lambda candidate: candidate.order)
     if not request.is_fixed:
         fixed = len(winner.plan.stages) if request.device_order else int(pinned_last is not None)
         winner = polish(setting, winner, fixed=fixed, actions=_ACTIONS)
+        winner = _in_rounds(request, search, winner)
     plan = finish(setting, winner.plan, bound)
     rows = [single]
     if baselines:
         rows += all_baselines(setting, alone, plan)
-        if pinned_last is not None:
+        if pinned_last is not None and not (teams and request.device_order):
             rows += _unpinned(request, single)
     return replace(
         plan,
         profile_hash=profile.content_hash,
-        reason=explain(setting, plan, search.found, rows, gap=search.gap),
+        reason=explain(setting, plan, search.found, rows, gap=search.gap, merging=merges.verdict),
         alternatives=tuple(
             Alternative(row.name, batch_size / row.step_s, row.step_s, row.memory_bytes, row.note)
-            for row in rows
+            for row in (*rows, *merges.rows)
             if np.isfinite(row.step_s)
         ),
     )
@@ -130,6 +162,41 @@ def _of_largest_batch(profile: Profile, cluster: Cluster, placement: dict[str, A
     if given:
         raise PlanError(f"the largest batch is one of any placement: leave {', '.join(given)} out")
     return largest_batch(profile, cluster, **options).plan
+
+
+def _teams(merge: Merge | Sequence[Sequence[str]]) -> Teams:
+    """The groups that are asked for, if any."""
+    if isinstance(merge, str):
+        if merge not in ("auto", "never"):
+            raise PlanError(f"merge={merge!r} is unknown: say auto, never, or give lists of device names")
+        return ()
+    return tuple(tuple(team) for team in merge)
+
+
+def _look(request: "_Request") -> Look:
+    """Places layers as the request says, in a setting with composites or with fewer devices."""
+
+    def look(
+        setting: Setting, sizes: tuple[int, ...] | None, order: tuple[str, ...] | None = None
+    ) -> list[Candidate]:
+        here = replace(
+            request,
+            setting=setting,
+            pinned_last=setting.holder(request.pinned_last),
+            device_order=order or request.device_order,
+        )
+        names = {device.name for device in setting.cluster.devices}
+        if here.pinned_last not in (None, *names):
+            return []
+        _check(here)
+        if here.is_fixed:
+            return _fixed(here).found
+        if sizes is None:
+            return _searched(here, Baseline("nobody", np.inf, 0, "")).found
+        pools = make_pools(setting.profile, setting.cluster, pinned_last=here.pinned_last)
+        return [each for size in sizes for each in _placed(here, pools, size, np.inf, _KEEP_MERGED)[0]]
+
+    return look
 
 
 def all_baselines(setting: Setting, alone: Alone, plan: Plan) -> list[Baseline]:
@@ -179,8 +246,6 @@ class _Found:
 def _check(request: _Request) -> _Request:
     setting, n_layers = request.setting, len(request.setting.profile.graph)
     names = {device.name for device in setting.cluster.devices}
-    if setting.batch_size < 1:
-        raise PlanError(f"a batch of {setting.batch_size} samples cannot be planned: give at least 1")
     if request.micro_batch != "auto" and not 1 <= request.micro_batch <= setting.batch_size:
         raise PlanError(
             f"micro_batch {request.micro_batch} must lie between 1 and the batch size {setting.batch_size}"
@@ -188,6 +253,11 @@ def _check(request: _Request) -> _Request:
     if request.schedule not in (*SCHEDULES, "auto"):
         raise PlanError(
             f"schedule {request.schedule!r} is unknown; known are {', '.join(SCHEDULES)} and auto"
+        )
+    if request.schedule == "interleaved" and (request.is_fixed or request.stages is not None):
+        raise PlanError(
+            "the interleaved schedule was asked for together with given stages (cuts, even, or their "
+            "number): leave those out, or write the plan by hand"
         )
     if request.cuts is not None and request.even is not None:
         raise PlanError(f"cuts {request.cuts} and an even split were both asked for: give one of them")
@@ -256,6 +326,7 @@ def _searched(request: _Request, single: Baseline) -> _Found:
         result.found.append(alone)
 
     beat_s = np.inf
+    gaps: list[Callable[[], float]] = []
 
     def visit(size: int) -> float:
         nonlocal beat_s
@@ -265,7 +336,7 @@ def _searched(request: _Request, single: Baseline) -> _Found:
             beat_s = min(beat_s, objective_s)
             best[size] = min((candidate.step_s for candidate in candidates), default=np.inf)
             if best[size] <= min(best.values()):
-                result.gap = gap
+                gaps.append(gap)
         return best[size]
 
     sizes = request.sizes
@@ -282,6 +353,7 @@ def _searched(request: _Request, single: Baseline) -> _Found:
         centre = sizes.index(min(best, key=lambda size: best[size]))
         around = [i for i in (centre - 1, centre + 1) if 0 <= i < len(sizes) and sizes[i] not in best]
         if not around:
+            result.gap = gaps[-1]()
             return result
         for i in around:
             visit(sizes[i])
@@ -302,9 +374,12 @@ def _square_root_size(setting: Setting, plan: Plan) -> float:
 
 
 def _placed(
-    request: _Request, pools: Pools, size: int, upper_s: float
-) -> tuple[list[Candidate], float, float]:
-    """The best placements at one micro-batch size, as simulated plans; the gap and the best objective."""
+    request: _Request, pools: Pools, size: int, upper_s: float, keep: int = _KEEP
+) -> tuple[list[Candidate], Callable[[], float], float]:
+    """The best placements at one micro-batch size, as simulated plans; the gap and the best objective.
+
+    The gap is a question: where cuts were left out, answering it takes a while.
+    """
     setting = request.setting
     chain = make_chain(
         setting.costs(size),
@@ -317,21 +392,52 @@ def _placed(
     chain, cuts = coarsen(chain, _COARSE)
     candidates: list[Candidate] = []
     seen: set[tuple[Stage, ...]] = set()
-    gap, objective_s = 0.0, np.inf
+    gap, objective_s, thinned = 0.0, np.inf, False
     for depth in _depths(request, chain):
         if depth == "serial" and candidates:
             break
-        placements = _place(chain.with_depth(depth), upper_s)
-        gap = max(gap, placements.gap)
+        placements, bounded = _place(chain.with_depth(depth), upper_s)
+        gap, thinned = max(gap, placements.gap), thinned or not bounded
         if placements.found:
             objective_s = min(objective_s, placements.found[0].objective_s)
             upper_s = min(upper_s, objective_s)
-        for placement in placements.found[: _most(placements, chain.n_micro_batches)]:
+        for placement in placements.found[: min(keep, _most(placements, chain.n_micro_batches))]:
             stages = stages_of(placement, pools, setting.cluster, cuts.tolist())
             if stages not in seen:
                 seen.add(stages)
                 candidates += make_candidates(setting, stages, size)
-    return candidates, gap, objective_s
+
+    def loss() -> float:
+        if not thinned or not np.isfinite(objective_s):
+            return gap
+        return 1 - lower_bound_s(chain.with_depth("serial"), objective_s) / objective_s
+
+    return candidates, loss, objective_s
+
+
+def _in_rounds(request: _Request, search: _Found, winner: Candidate) -> Candidate:
+    """The best pipeline cut into rounds, where asked for or faster by more than a trifle; else the winner.
+
+    Raises:
+        InfeasibleError: Rounds were asked for and cannot be made.
+    """
+    forced = request.schedule == "interleaved"
+    several = [candidate for candidate in (winner, *search.found) if len(candidate.plan.stages) > 1]
+    start = min(several, key=lambda candidate: candidate.order, default=None)
+    allowed = request.schedule == "auto" and request.stages is None
+    if start is None or not (forced or (allowed and 4 * n_actions(start.plan) < _ACTIONS)):
+        found = None
+    else:
+        found = interleave(request.setting, start, actions=_ACTIONS)
+    if found is None and forced:
+        raise InfeasibleError(
+            "the interleaved schedule was asked for, but no pipeline of at least 2 devices that fits can be "
+            "cut into rounds: take schedule auto, more layers per device, or more memory"
+        )
+    if found is not None and (forced or found.step_s < WINS * winner.step_s):
+        search.found.append(winner)
+        return found
+    return winner
 
 
 def _depths(request: _Request, chain: Chain) -> tuple[Depth, ...]:
@@ -341,15 +447,16 @@ def _depths(request: _Request, chain: Chain) -> tuple[Depth, ...]:
     return ("safe",) if chain.memory is None else ("safe", "shallow", "serial")
 
 
-def _place(chain: Chain, upper_s: float) -> Placements:
-    """A search as hard as the size of the problem allows."""
+def _place(chain: Chain, upper_s: float) -> tuple[Placements, bool]:
+    """A search as hard as the size of the problem allows; whether its bound holds."""
     states = float(np.prod(chain.available + 1.0)) * chain.n_choices * chain.n_layers
     budget = (
         Budget(searches=30, rounds=6)
         if states <= 1e5
-        else Budget(labels=250, searches=4, rounds=10, slack=0.01)
+        else Budget(labels=150, searches=4, rounds=10, slack=0.01)
     )
-    return place(chain, tolerance=0.01, upper_s=upper_s, budget=budget)
+    most = max(_CUTS, _CUTS_PER_DEVICE * int(chain.available[: chain.n_choices].sum()))
+    return place_thinly(chain, most, tolerance=0.01, upper_s=upper_s, budget=budget)
 
 
 def _most(placements: Placements, n_micro_batches: int) -> int:

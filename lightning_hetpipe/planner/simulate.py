@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightning_hetpipe.errors import ScheduleError
+from lightning_hetpipe.checks import require
+from lightning_hetpipe.errors import PlanError, ProfileError, ScheduleError
 from lightning_hetpipe.graph import READER
 from lightning_hetpipe.planner.cost import ADAM
 from lightning_hetpipe.planner.plan_cost import PlanCost, schedule_of
@@ -59,6 +60,8 @@ def simulate(plan: Plan, profile: Profile, *, optimizer_copies: float = ADAM) ->
         ProfileError: A device was not profiled.
         ScheduleError: The plan's in-flight counts cannot work.
     """
+    require(isinstance(plan, Plan), PlanError, "plan", plan, "a Plan")
+    require(isinstance(profile, Profile), ProfileError, "profile", profile, "a Profile")
     plan.check_graph(profile.graph)
     cost = PlanCost(plan, profile, optimizer_copies=optimizer_copies)
     timeline = simulate_schedule(schedule_of(plan, profile.graph), cost.seconds, cost.transfer)

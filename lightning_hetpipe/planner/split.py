@@ -68,14 +68,15 @@ def _balanced(weights: Sequence[float], n: int) -> list[int]:
     """Lengths of ``n`` runs whose heaviest is as light as can be."""
     prefix = np.concatenate([[0.0], np.cumsum(weights)])
     n_layers = len(weights)
-    heaviest = np.full((n + 1, n_layers + 1), np.inf)
-    heaviest[0, 0] = 0.0
+    lengths = prefix[None] - prefix[:, None]  # [start, stop]
+    lengths[np.tril_indices(n_layers + 1)] = np.inf
+    heaviest = np.full(n_layers + 1, np.inf)
+    heaviest[0] = 0.0
     cut = np.zeros((n + 1, n_layers + 1), dtype=int)
     for run in range(1, n + 1):
-        for stop in range(run, n_layers + 1):
-            worst = np.maximum(heaviest[run - 1, :stop], prefix[stop] - prefix[:stop])
-            cut[run, stop] = int(worst.argmin())
-            heaviest[run, stop] = worst.min()
+        worst = np.maximum(heaviest[:, None], lengths)
+        cut[run] = worst.argmin(axis=0)
+        heaviest = worst.min(axis=0)
     sizes, stop = [], n_layers
     for run in range(n, 0, -1):
         start = int(cut[run, stop])

@@ -17,6 +17,7 @@ COMPUTE_FRACTION = 0.5
 MEMORY_FRACTION = 0.75
 OVERHEAD_S = 10e-6  # one kernel launch, and what eager PyTorch does around it
 BACKWARD_PASSES = 2.0  # the gradients of inputs and of weights each cost a forward
+FRACTIONS = (0.5, 0.125)  # of the channels: all but the overhead shrinks with them
 OPTIMIZER_PASSES = 5.0  # SGD with momentum reads weight, gradient, momentum, and writes two of them
 
 
@@ -56,8 +57,20 @@ def _estimate(graph: LayerGraph, device: Device, sizes: tuple[int, ...]) -> Devi
         for layer, per_sample in zip(graph.layers, moved)
     )
     backward = tuple(tuple(BACKWARD_PASSES * seconds for seconds in row) for row in forward)
-    optimizer_s_per_byte = OPTIMIZER_PASSES / bytes_per_s
-    return DeviceProfile(device.name, sizes, forward, backward, optimizer_s_per_byte=optimizer_s_per_byte)
+    factors = tuple(
+        tuple((OVERHEAD_S + fraction * (row[-1] - OVERHEAD_S)) / row[-1] for fraction in FRACTIONS)
+        for row in forward
+    )
+    return DeviceProfile(
+        device.name,
+        sizes,
+        forward,
+        backward,
+        optimizer_s_per_byte=OPTIMIZER_PASSES / bytes_per_s,
+        fractions=FRACTIONS,
+        forward_factors=factors,
+        backward_factors=factors,
+    )
 
 
 def _moved_bytes(graph: LayerGraph) -> list[float]:

@@ -1,38 +1,28 @@
-"""Keeps measured devices between runs: one JSON file per key, written whole or not at all.
-
-    file = {format, key, entries: [{reference_s, profile}, ...], hash of all that}
+"""Keeps measured devices and links between runs.
 
 A key says everything that is known to matter. What is not known (a CPU quota, a throttled clock) shows in
-``reference_s``, the seconds of a fixed computation: a file has one entry per pace that was met. Files are
-replaced atomically, so reading takes no lock; whatever is wrong with a file costs a new measurement only.
+``reference_s``, the seconds of a fixed computation: a file has one entry per pace that was met.
 """
 
 import contextlib
-import hashlib
 import json
 import logging
-import os
 import platform
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-from platformdirs import user_cache_path
-
-from lightning_hetpipe.cluster import Device
+from lightning_hetpipe.checks import is_number
+from lightning_hetpipe.cluster import Device, Link
 from lightning_hetpipe.errors import ProfileError
 from lightning_hetpipe.profiles import DeviceProfile, read_device
+from lightning_hetpipe.profiling.kept import KeptFile
 
-DIRECTORY = "HETPIPE_CACHE_DIR"  # environment variable: where profiles are kept
-PROFILER = 2  # counts the ways of measuring; another one measures again
-FORMAT = 1
+PROFILER = 3  # counts the ways of measuring; another one measures again
 SAME_PACE = 0.15  # relative difference of reference_s within which a kept profile holds
 MAX_ENTRIES = 16
 _TRIES = 2
-_LOCK_S = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -92,12 +82,8 @@ def cached_device_profile(
     Returns:
         A profile with the name of ``key.device``.
     """
-    path = _directory(directory) / f"{_hash(key.text)}.json"
-    kept: list[_Entry] = []
-    try:
-        kept = _read(path, key)
-    except ProfileError as error:
-        log.warning("%s: %s; measuring %s again", path, error, key.device.name)
+    file = KeptFile(key.text, key.device.name, asdict, _read_entry, MAX_ENTRIES, directory)
+    kept = file.entries()
     for _ in range(_TRIES if kept else 1):  # a busy moment is no other pace
         reference_s = reference() if reference else 0.0
         found = _matching(kept, reference_s)
@@ -110,8 +96,19 @@ def cached_device_profile(
                 key.device.name,
                 reference_s,
             )
-        found = _keep(path, key, _Entry(reference_s, measure()))
+        found = file.keep(_Entry(reference_s, measure()), lambda others: _matching(others, reference_s))
     return replace(found.profile, device=key.device.name)
+
+
+def links_file(key: Mapping[str, object], directory: Path | None = None) -> KeptFile[tuple[Link, ...]]:
+    """Where the links between some ranks are kept.
+
+    Args:
+        key: All that they are known to depend on, as JSON knows it.
+        directory: As for `cached_device_profile`.
+    """
+    text = json.dumps({"links": PROFILER, **key}, sort_keys=True)
+    return KeptFile(text, "the links", lambda links: list(map(asdict, links)), _read_links, 1, directory)
 
 
 def processor_name() -> str:
@@ -135,12 +132,7 @@ class _Entry:
     profile: DeviceProfile
 
 
-def _directory(given: Path | None) -> Path:
-    named = given or os.environ.get(DIRECTORY)
-    return Path(named) if named else user_cache_path("lightning-hetpipe") / "profiles"
-
-
-def _matching(entries: list[_Entry], reference_s: float) -> _Entry | None:
+def _matching(entries: Sequence[_Entry], reference_s: float) -> _Entry | None:
     """The entry of the nearest pace, if that is near enough."""
     nearest = min(entries, key=lambda entry: abs(entry.reference_s - reference_s), default=None)
     if nearest is None or abs(nearest.reference_s - reference_s) > SAME_PACE * nearest.reference_s:
@@ -148,68 +140,16 @@ def _matching(entries: list[_Entry], reference_s: float) -> _Entry | None:
     return nearest
 
 
-def _read(path: Path, key: ProfileKey) -> list[_Entry]:
-    """What is kept.
+def _read_links(data: Any) -> tuple[Link, ...]:
+    return tuple(Link(**entry) for entry in data)
+
+
+def _read_entry(data: Any) -> _Entry:
+    """An entry from what `dataclasses.asdict` made of it.
 
     Raises:
         ProfileError: It is not sound.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ProfileError(f"it is not of format {FORMAT}")
-        if data.pop("hash", None) != _hash(_canonical(data)):
-            raise ProfileError("its content was changed after it was written")
-        if data["key"] != key.text:
-            raise ProfileError("it was measured under another key")
-        return [_Entry(entry["reference_s"], read_device(entry["profile"])) for entry in data["entries"]]
-    except FileNotFoundError:
-        return []
-    except ProfileError:
-        raise
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ProfileError(f"it cannot be read ({error!r})") from error
-
-
-def _keep(path: Path, key: ProfileKey, entry: _Entry) -> _Entry:
-    """Adds an entry, unless another process did meanwhile; returns the one that is kept."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.parent / ".lock", timeout=_LOCK_S):
-            entries = []
-            with contextlib.suppress(ProfileError):  # said before
-                entries = _read(path, key)
-            first = _matching(entries, entry.reference_s)
-            if first is None:
-                _write(path, key, [*entries, entry][-MAX_ENTRIES:])
-            return first or entry
-    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
-        log.warning("the profile of %s is not kept for the next run: %s", key.device.name, error)
-        return entry
-
-
-def _write(path: Path, key: ProfileKey, entries: list[_Entry]) -> None:
-    data: dict[str, Any] = {
-        "format": FORMAT,
-        "key": key.text,
-        "entries": [
-            {"reference_s": entry.reference_s, "profile": asdict(entry.profile)} for entry in entries
-        ],
-    }
-    data["hash"] = _hash(_canonical(data))
-    handle, whole = tempfile.mkstemp(".new", path.stem, path.parent)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            json.dump(data, file)
-        os.replace(whole, path)
-    except BaseException:
-        os.unlink(whole)
-        raise
-
-
-def _canonical(data: object) -> str:
-    return json.dumps(data, sort_keys=True)
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    if not is_number(data["reference_s"]):
+        raise ProfileError(f"its reference_s is {data['reference_s']!r}")
+    return _Entry(data["reference_s"], read_device(data["profile"]))

@@ -1,5 +1,6 @@
 """One device's profile: what an earlier run kept, or measured now."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -13,7 +14,9 @@ from lightning_hetpipe.cluster import Device
 from lightning_hetpipe.profiles import DeviceProfile
 from lightning_hetpipe.profiling.cache import ProfileKey, cached_device_profile, processor_name
 from lightning_hetpipe.profiling.measure import measure_device
+from lightning_hetpipe.profiling.memory import tune_allocator
 from lightning_hetpipe.profiling.reference import optimizer_s_per_byte, reference_seconds
+from lightning_hetpipe.profiling.weigh import weigh_optimizer
 from lightning_hetpipe.tracing import Traced, signature_of
 
 Section = Callable[[], AbstractContextManager[Any]]
@@ -40,6 +43,7 @@ def profile_device(
     context: Section = nullcontext,
     optimizer: Optimizer | None = None,
     settings: str = "",
+    shares: Callable[[DeviceProfile, float], DeviceProfile] | None = None,
     progress: Callable[[int, int], None] | None = None,
     directory: Path | None = None,
 ) -> DeviceProfile:
@@ -50,8 +54,10 @@ def profile_device(
         device: The device that this process stands for now.
         section: Encloses all computing (emulation).
         context: Entered around each forward, such as autocast.
-        optimizer: Its step is timed too; None leaves ``optimizer_s_per_byte`` at 0.
+        optimizer: Its step is timed and weighed too; None leaves ``optimizer_s_per_byte`` at 0.
         settings: What else changes the speed of this process, as part of the key.
+        shares: Adds what fractions of the channels take to a profile that took so many seconds; None leaves
+            that out.
         progress: Called by `measure_device`.
         directory: See `cached_device_profile`.
     """
@@ -59,16 +65,20 @@ def profile_device(
     sizes = tuple(sorted(set(micro_batches)))
 
     def measure() -> DeviceProfile:
+        began_s = time.perf_counter()
         profile = measure_device(
             traced, inputs, sizes, device.name, section=section, context=context, progress=progress
         )
+        if shares is not None:
+            profile = shares(profile, time.perf_counter() - began_s)
         if optimizer is None:
             return profile
         dtype = next((parameter.dtype for parameter in traced.module.parameters()), torch.float32)
         cost = optimizer_s_per_byte(
             optimizer.make, optimizer.settings, device=place, dtype=dtype, section=section
         )
-        return replace(profile, optimizer_s_per_byte=cost)
+        needs = weigh_optimizer(optimizer.make, optimizer.settings, place, dtype)
+        return replace(profile, optimizer_s_per_byte=cost, optimizer_peak=(needs.of_largest, needs.of_all))
 
     key = ProfileKey(
         graph=traced.graph.fingerprint,
@@ -79,9 +89,15 @@ def profile_device(
         torch_version=torch.__version__,
         processor=_processor(place),
         optimizer="" if optimizer is None else str(optimizer),
-        settings=f"{settings}; {_mode(traced)}",
+        settings=f"{settings}; {'whole layers' if shares is None else 'shares too'}; {_mode(traced)}",
     )
     return cached_device_profile(key, measure, directory, reference=lambda: reference_seconds(place, section))
+
+
+def allocator_for(device: Device) -> str:
+    """Tunes the allocator as for a rank on this device, and says how: a part of ``settings``."""
+    limited = device.emulation is not None and device.emulation.memory_bytes is not None
+    return f"allocator tuned: {tune_allocator(mapped=limited)}, mapped: {limited}"
 
 
 def _precision(place: torch.device, context: Section) -> str:

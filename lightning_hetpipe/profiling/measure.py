@@ -7,12 +7,13 @@ costs less than its layers apart.
     runs     |   A   |   B   |        seconds of A replace a+b+c+d, in proportion
 
 Both are counted in the processor's own time, which other processes do not disturb. At the smallest size
-the runs also pass through the caller's section (which stretches them, when a device is emulated), and
-wall-clock seconds per processor second there, the *pace*, turns all figures into wall-clock seconds. So a
-slow device, or one that gets a part of a core only, is found out without running everything slowly.
+the runs also pass through the caller's section (which stretches them, when a device is emulated), with
+a pause before each as in a pipeline: what they take longer than without, with cold caches, is added to their
+layers at every size. Wall-clock seconds per processor second there, the *pace*, turn all figures into
+wall-clock seconds: so a slow device, or one that gets a part of a core only, is found out without running
+everything slowly.
 """
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,10 +26,12 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import ProfileError
 from lightning_hetpipe.profiles import DeviceProfile
+from lightning_hetpipe.profiling.weigh import Weights, through, weigh
 from lightning_hetpipe.tracing import StageModule, Traced
 
 _REPEATS = (2, 5)
 _PACE_S = 1.5  # wall-clock seconds that a pace is taken over, at least
+_PAUSE_S = 0.02  # about what a stage of a pipeline waits for its next micro-batch
 _N_RUNS = 8
 
 T = TypeVar("T")
@@ -78,32 +81,40 @@ def measure_device(
     layers = [traced.stage(layer, layer + 1, place) for layer in range(n_layers)]
     columns: dict[int, Times] = {}
     spreads: list[float] = []
+    weights: dict[int, Weights] = {}
     began_s = time.perf_counter()
-    with _unchanged(traced.module, inputs):
+    with unchanged(traced.module, inputs):
         for size in _in_order(sizes, lambda: budget_s - (time.perf_counter() - began_s)):
             report(len(columns), len(sizes))
-            batch = _resized(inputs, size)
+            batch = resized_rows(inputs, size)
             now_s, half_s = time.perf_counter(), budget_s / len(sizes) / 2
             apart, spread = _repeat(layers, batch, context, now_s + half_s)
-            starts = _run_starts(apart)
+            starts = run_starts(apart)
             runs = [traced.stage(start, stop, place) for start, stop in zip(starts, [*starts[1:], n_layers])]
             together, _ = _repeat(runs, batch, context, now_s + 2 * half_s)
             if size == sizes[0]:
-                smallest = (runs, batch)
+                smallest, warm, first_starts = (runs, batch), together, starts
+            if len(weights) < 2:
+                weights[size] = weigh(layers, batch, context)
             columns[size] = (
                 _scaled(apart[0], together[0], starts),
                 _scaled(apart[1], together[1], starts),
             )
             spreads.append(spread)
-        pace = _pace(*smallest, section, context)
+        pace, cold = _pace(*smallest, section, context)
     report(len(sizes), len(sizes))
     measured = sorted(columns)
+    extra = [_cold_extra(columns[sizes[0]][way], warm[way], cold[way], first_starts) for way in (0, 1)]
+    parameters = [float(layer.parameter_bytes) for layer in traced.graph.layers]
+    forward_peak, backward_peak = through([*weights.values()], [*weights], parameters)
     return DeviceProfile(
         device=device,
         micro_batches=tuple(measured),
-        forward_s=_table([columns[size][0] for size in measured], pace),
-        backward_s=_table([columns[size][1] for size in measured], pace),
+        forward_s=_table([columns[size][0] for size in measured], extra[0], pace),
+        backward_s=_table([columns[size][1] for size in measured], extra[1], pace),
         spread=statistics.median(spreads),
+        forward_peak_bytes=forward_peak,
+        backward_peak_bytes=backward_peak,
     )
 
 
@@ -130,41 +141,45 @@ def _in_order(sizes: Sequence[int], left_s: Callable[[], float]) -> Iterator[int
 
 def _pace(
     stages: Sequence[StageModule], inputs: Mapping[str, Tensor], section: Section, context: Section
-) -> float:
-    """Wall-clock seconds per second of the processor, through the section."""
-    walls_s = clocks_s = 0.0
-    for repeat in itertools.count(1):
-        clock, wall = _sweep(stages, inputs, context, section)
-        clocks_s += sum(map(sum, clock))
+) -> tuple[float, Times]:
+    """Wall-clock seconds per second of the processor through the section, and the latter with cold caches."""
+    sweeps: list[Times] = []
+    walls_s = 0.0
+    while len(sweeps) < _REPEATS[0] or walls_s < _PACE_S:
+        clock, wall = sweep(stages, inputs, context, section, _PAUSE_S)
+        sweeps.append(clock)
         walls_s += sum(map(sum, wall))
-        if repeat >= _REPEATS[0] and walls_s >= _PACE_S:
-            break
-    return walls_s / clocks_s
+    return walls_s / sum(sum(map(sum, sweep)) for sweep in sweeps), _medians(sweeps)
+
+
+def _medians(sweeps: Sequence[Times]) -> Times:
+    forward = [statistics.median(times) for times in zip(*(sweep[0] for sweep in sweeps))]
+    backward = [statistics.median(times) for times in zip(*(sweep[1] for sweep in sweeps))]
+    return forward, backward
 
 
 def _repeat(
     stages: Sequence[StageModule], inputs: Mapping[str, Tensor], context: Section, deadline_s: float
 ) -> tuple[Times, float]:
     """Medians over sweeps, after one that warms up, and their relative half-width."""
-    _sweep(stages, inputs, context)
+    sweep(stages, inputs, context)
     fewest, most = _REPEATS
     sweeps: list[Times] = []
     while len(sweeps) < fewest or (len(sweeps) < most and time.perf_counter() < deadline_s):
-        sweeps.append(_sweep(stages, inputs, context)[0])
-    forward = [statistics.median(times) for times in zip(*(sweep[0] for sweep in sweeps))]
-    backward = [statistics.median(times) for times in zip(*(sweep[1] for sweep in sweeps))]
-    totals = sorted(sum(sweep[0]) + sum(sweep[1]) for sweep in sweeps)
+        sweeps.append(sweep(stages, inputs, context)[0])
+    totals = sorted(sum(each[0]) + sum(each[1]) for each in sweeps)
     spread = (totals[-1] - totals[0]) / 2 / statistics.median(totals)
-    return (forward, backward), spread
+    return _medians(sweeps), spread
 
 
-def _sweep(
+def sweep(
     stages: Sequence[StageModule],
     inputs: Mapping[str, Tensor],
     context: Section,
     section: Section = nullcontext,
+    pause_s: float = 0.0,
 ) -> tuple[Times, Times]:
-    """One forward and one backward through all stages, apart from each other.
+    """One forward and one backward through all stages, apart from each other, each after a pause.
 
     Returns:
         Forward and backward seconds of each stage, in the processor's time and in wall-clock time.
@@ -179,6 +194,7 @@ def _sweep(
             name: made[name].detach().requires_grad_(made[name].requires_grad) for name in stage.input_names
         }
         with context():
+            time.sleep(pause_s)
             seconds, outputs = _timed(partial(stage, values), section, place)
         forward_s.append(seconds)
         entered.append(values)
@@ -199,6 +215,7 @@ def _sweep(
         seconds = (0.0, 0.0)
         if pairs:
             tensors, incoming = zip(*pairs)
+            time.sleep(pause_s)
             seconds, _ = _timed(partial(torch.autograd.backward, tensors, incoming), section, place)
         backward_s.append(seconds)
         for name, tensor in values.items():
@@ -228,8 +245,21 @@ def _clock(place: torch.device) -> Callable[[], float]:
     return time.thread_time if torch.get_num_threads() == 1 else time.process_time
 
 
-def _table(columns: Sequence[Sequence[float]], pace: float) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(pace * seconds for seconds in row) for row in zip(*columns))
+def _cold_extra(
+    layers: Sequence[float], warm: Sequence[float], cold: Sequence[float], starts: Sequence[int]
+) -> list[float]:
+    """What each layer takes longer after a pause: what its run does, in proportion."""
+    extra: list[float] = []
+    for warm_s, cold_s, start, stop in zip(warm, cold, starts, [*starts[1:], len(layers)]):
+        factor = max(0.0, cold_s / warm_s - 1) if warm_s > 0 else 0.0
+        extra.extend(factor * seconds for seconds in layers[start:stop])
+    return extra
+
+
+def _table(
+    columns: Sequence[Sequence[float]], extra: Sequence[float], pace: float
+) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(pace * (seconds + more) for seconds in row) for *row, more in zip(*columns, extra))
 
 
 def settle(device: torch.device) -> None:
@@ -238,7 +268,7 @@ def settle(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _run_starts(apart: Times) -> list[int]:
+def run_starts(apart: Times) -> list[int]:
     """Beginnings of about `_N_RUNS` runs of layers that take similar times."""
     seconds = [forward + backward for forward, backward in zip(*apart)]
     share = sum(seconds) / _N_RUNS
@@ -260,7 +290,7 @@ def _scaled(apart: Sequence[float], together: Sequence[float], starts: Sequence[
     return scaled
 
 
-def _resized(inputs: Mapping[str, Tensor], n_samples: int) -> dict[str, Tensor]:
+def resized_rows(inputs: Mapping[str, Tensor], n_samples: int) -> dict[str, Tensor]:
     before = next(iter(inputs.values())).shape[0]
     rows = [index % before for index in range(n_samples)]
     return {
@@ -272,7 +302,7 @@ def _resized(inputs: Mapping[str, Tensor], n_samples: int) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _unchanged(module: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[None]:
+def unchanged(module: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[None]:
     """Puts buffers, gradients and random state back."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}

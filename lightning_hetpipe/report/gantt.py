@@ -11,12 +11,27 @@ _NAMED = 0.012  # a span gets its name from this fraction of the step on; narrow
 
 
 def save_gantt(timelines: Sequence[Timeline], path: str | Path, names: Sequence[str] = ()) -> None:
+    """Writes `draw_gantt` to a file.
+
+    Args:
+        timelines, names: As there.
+        path: Where to write; the suffix chooses the format (``.png``, ``.svg``, ``.pdf``).
+
+    Raises:
+        ImportError: matplotlib is not installed (``pip install lightning-hetpipe[recipes]``).
+    """
+    draw_gantt(timelines, names).savefig(path, dpi=120)
+
+
+def draw_gantt(timelines: Sequence[Timeline], names: Sequence[str] = ()) -> Any:
     """Draws the timelines below each other on one time axis.
 
     Args:
         timelines: Usually the simulated and the measured step.
-        path: Where to write; the suffix chooses the format (``.png``, ``.svg``, ``.pdf``).
         names: What to call each rank; ``rank 0``, ... by default.
+
+    Returns:
+        A matplotlib figure.
 
     Raises:
         ImportError: matplotlib is not installed (``pip install lightning-hetpipe[recipes]``).
@@ -39,7 +54,7 @@ def save_gantt(timelines: Sequence[Timeline], path: str | Path, names: Sequence[
         axes.set_ylim(timeline.n_ranks - 0.5, -0.5)
         axes.set_title(f"{timeline.source}: {timeline.step_s:.4g} s per step", loc="left", fontsize=10)
     panels[-1, 0].set_xlabel("seconds since the start of the step")
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def _draw(axes: Any, span: Span, begin_s: float, *, named: bool) -> None:

@@ -35,7 +35,8 @@ def sweep_table(jobs: Sequence[Job]) -> Table:
     """
     every = list(dict.fromkeys(name for _, figures in jobs for name in figures))
     names, marked = [name for name in every if name != CHOICE], CHOICE in every
-    table = Table("overrides", title="Sweep", title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title="Sweep", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("overrides", no_wrap=True)
     for name in (*(("auto takes",) if marked else ()), *names):
         table.add_column(name)
     for overrides, (_, figures) in zip(varied(jobs), jobs):

@@ -29,16 +29,21 @@ def plan_table(plan: Plan) -> Table:
     return _table(plan.headline(), COLUMNS, plan.rows(), caption=f"why: {plan.why()}")
 
 
-def comparison_table(rows: Iterable[Alternative], title: str = "Compared") -> Table:
-    """Every alternative, fastest first; those that cannot run come last, with the reason in the note."""
+def comparison_table(rows: Iterable[Alternative], title: str = "Compared", *, bound: float = 0.0) -> Table:
+    """Every alternative, fastest first; those that cannot run come last, with the reason in the note.
+
+    Args:
+        bound: Images/s of all devices that never wait; 0 where unknown.
+    """
     ordered = sorted(rows, key=lambda row: -row.images_per_s)
     return _table(
         title,
-        ("alternative", "images/s", "step", "memory", "note"),
+        ("alternative", "images/s", "of bound", "step", "memory", "note"),
         [
             (
                 row.name,
                 f"{row.images_per_s:.4g}" if row.images_per_s else "-",
+                f"{row.images_per_s / bound:.0%}" if row.images_per_s and bound else "-",
                 format_seconds(row.step_s) if row.images_per_s else "-",
                 format_bytes(row.memory_bytes) if row.memory_bytes else "-",
                 row.note,
@@ -88,20 +93,21 @@ def _step_rows(plan: Plan, predicted: Timeline, measured: Timeline) -> list[tupl
 def _rank_rows(plan: Plan, predicted: Timeline, measured: Timeline) -> list[tuple[str, ...]]:
     memory = plan.prediction.memory_bytes if plan.prediction else ()
     rows: list[tuple[str, ...]] = []
-    for stage, ranks in enumerate(plan.ranks_of_stage):
-        for rank in ranks:
-            where = f"stage {stage} on {plan.cluster.devices[rank].name}"
-            busy = (predicted.busy[rank], measured.busy[rank])
-            rows.append((f"{where}: busy", *(f"{value:.0%}" for value in busy), ""))
-            if rank < len(memory) and rank < len(measured.peak_memory_bytes):
-                pair = (memory[rank], measured.peak_memory_bytes[rank])
-                rows.append((f"{where}: memory", *map(format_bytes, pair), _difference(*pair)))
+    for rank in dict.fromkeys(rank for ranks in plan.ranks_of_stage for rank in ranks):
+        stages = plan.stages_of_rank[rank]
+        word = "stage" if len(stages) == 1 else "stages"
+        where = f"{word} {', '.join(map(str, stages))} on {plan.cluster.devices[rank].name}"
+        busy = (predicted.busy[rank], measured.busy[rank])
+        rows.append((f"{where}: busy", *(f"{value:.0%}" for value in busy), ""))
+        if rank < len(memory) and rank < len(measured.peak_memory_bytes):
+            pair = (memory[rank], measured.peak_memory_bytes[rank])
+            rows.append((f"{where}: memory", *map(format_bytes, pair), _difference(*pair)))
     return rows
 
 
-def profile_table(profile: Profile, micro_batch: int | None = None) -> Table:
-    """Seconds of each layer on each device at one micro-batch size (the largest measured by default)."""
-    size = micro_batch or max(device.micro_batches[-1] for device in profile.devices)
+def profile_table(profile: Profile) -> Table:
+    """Seconds of each layer on each device at the largest micro-batch size that was measured."""
+    size = max(device.micro_batches[-1] for device in profile.devices)
     tables = [device.layer_seconds(size) for device in profile.devices]
     rows = [
         (

@@ -6,13 +6,13 @@ from lightning_hetpipe.errors import ScheduleError
 from lightning_hetpipe.graph import Route
 from lightning_hetpipe.schedule.action import Action, Kind, Schedule
 from lightning_hetpipe.schedule.draw import grid
-from lightning_hetpipe.schedule.generate import forward_only, gpipe, one_f_one_b
-from lightning_hetpipe.schedule.lower import RanksOfStage, lower
+from lightning_hetpipe.schedule.generate import forward_only, gpipe, interleaved, one_f_one_b
+from lightning_hetpipe.schedule.lower import RanksOfStage, in_step, lower, stages_of_rank
 from lightning_hetpipe.schedule.validate import validate
 
-__all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "grid", "make_schedule", "validate"]
+__all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "grid", "make_schedule", "stages_of_rank", "validate"]
 
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
 def make_schedule(
@@ -30,7 +30,7 @@ def make_schedule(
     """What every rank does in one step, proven to be complete and to run to its end.
 
     Args:
-        name: ``gpipe`` or ``1f1b``.
+        name: ``gpipe``, ``1f1b``, or ``interleaved`` where a rank holds several stages.
         ranks_of_stage: The ranks that hold each stage; rank 0 holds the last one.
         n_ranks: Ranks without a stage have an empty list.
         n_micro_batches: At least 1; may be fewer than there are stages.
@@ -51,14 +51,27 @@ def make_schedule(
     if name not in SCHEDULES:
         raise ScheduleError(f"schedule {name!r} is unknown; known are {', '.join(SCHEDULES)}")
     ahead = n_micro_batches
+    held = stages_of_rank(ranks_of_stage, n_ranks)
+    if name != "interleaved" and any(
+        len(stages) > 1 and stages != [n_stages - 2, n_stages - 1] for stages in held
+    ):
+        raise ScheduleError(
+            f"stages are on ranks {tuple(map(tuple, ranks_of_stage))}: where a rank holds several stages, "
+            "the schedule must be interleaved"
+        )
     if not training:
-        orders = forward_only(n_stages, n_micro_batches)
         ahead = min(2 * n_stages, n_micro_batches)  # outputs on their way stay bounded
-    elif name == "gpipe":
-        orders = gpipe(n_stages, n_micro_batches)
-    else:
-        orders = one_f_one_b(n_stages, n_micro_batches, in_flight)
+    elif name != "gpipe":
         ahead = min(in_flight[0], n_micro_batches)
+    if name == "interleaved":
+        limits = in_flight if training else (ahead,) * n_stages
+        orders = interleaved(ranks_of_stage, n_ranks, n_micro_batches, limits, training=training)
+    elif not training:
+        orders = in_step(forward_only(n_stages, n_micro_batches), ranks_of_stage, n_ranks)
+    elif name == "gpipe":
+        orders = in_step(gpipe(n_stages, n_micro_batches), ranks_of_stage, n_ranks)
+    else:
+        orders = in_step(one_f_one_b(n_stages, n_micro_batches, in_flight), ranks_of_stage, n_ranks)
     schedule = lower(
         name,
         orders,
@@ -71,5 +84,5 @@ def make_schedule(
         training=training,
     )
     if check:
-        validate(schedule, routes, in_flight=in_flight if name == "1f1b" and training else None)
+        validate(schedule, routes, in_flight=in_flight if name != "gpipe" and training else None)
     return schedule

@@ -26,6 +26,9 @@ class Kind(StrEnum):
     RECV_B = "RECV_B"
     REDUCE_GRAD = "REDUCE_GRAD"  # once per step: gradients that several ranks share
 
+    # Enum's own hash is written in Python; schedules are long and looked up by kind.
+    __hash__ = str.__hash__
+
     @property
     def is_compute(self) -> bool:
         return self in _COMPUTE

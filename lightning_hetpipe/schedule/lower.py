@@ -17,6 +17,7 @@ from lightning_hetpipe.schedule.action import Action, Kind, Schedule
 from lightning_hetpipe.schedule.generate import Orders
 
 RanksOfStage = Sequence[Sequence[int]]
+_End = tuple[int, Kind, int | None]  # an action without its micro-batch: stage, kind, peer
 
 
 def lower(
@@ -34,24 +35,31 @@ def lower(
     """The action list of every rank.
 
     Args:
-        orders: Per stage, its computations in order.
+        orders: Per rank, its computations in order.
         ahead: How many micro-batches the reader is ahead of the last stage (``in_flight`` of stage 0).
         reduce: Stages that share gradients with other ranks; they reduce once, at the end.
-
-    Raises:
-        ScheduleError: A rank holds two stages with different orders.
     """
     wiring = Wiring(routes, ranks_of_stage)
     reduce = set(reduce) if training else set()
+    n_stages = len(ranks_of_stage)
     actions: list[tuple[Action, ...]] = []
-    for rank in range(n_ranks):
-        held = [stage for stage, ranks in enumerate(ranks_of_stage) if rank in ranks]
-        order = _in_step([orders[stage] for stage in held])
+    for rank, (order, held) in enumerate(zip(orders, stages_of_rank(ranks_of_stage, n_ranks))):
         if rank == 0:
-            order = _with_reader(order, held[0], len(orders), n_micro_batches, ahead, wiring)
+            # A loss stage goes in step with the one before it; other stages of the rank do not.
+            first = n_stages - 2 if n_stages - 2 in held and name != "interleaved" else n_stages - 1
+            order = _with_reader(order, first, n_stages, n_micro_batches, ahead, wiring)
         tail = [Action(stage, Kind.REDUCE_GRAD) for stage in held if stage in reduce]
         actions.append((*wiring.with_transfers(order), *tail))
     return Schedule(name, tuple(actions), tuple(map(tuple, ranks_of_stage)), n_micro_batches, training)
+
+
+def stages_of_rank(ranks_of_stage: RanksOfStage, n_ranks: int) -> list[list[int]]:
+    """The stages that each rank holds, in order."""
+    held: list[list[int]] = [[] for _ in range(n_ranks)]
+    for stage, ranks in enumerate(ranks_of_stage):
+        for rank in ranks:
+            held[rank].append(stage)
+    return held
 
 
 class Wiring:
@@ -62,6 +70,7 @@ class Wiring:
         self.sources: dict[int, list[int]] = defaultdict(list)
         self.targets: dict[int, list[int]] = defaultdict(list)
         self.returning: set[tuple[int, int]] = set()
+        self._found: dict[tuple[int, Kind], tuple[list[_End], list[_End]]] = {}
         ranks = {READER: (0,)} | {stage: tuple(held) for stage, held in enumerate(ranks_of_stage)}
         for route in sorted(routes, key=lambda route: (route.source, route.target)):
             edge = (route.source, route.target)
@@ -78,44 +87,68 @@ class Wiring:
 
     def inputs(self, action: Action) -> list[Action]:
         """What a computation consumes: receives, or the neighbour's computation on the same rank."""
-        stage, m = action.stage, action.micro_batch
-        if action.kind is Kind.F:
-            edges = [(source, (source, stage)) for source in self.sources[stage]]
-            receive = Kind.RECV_F
-        else:
-            edges = [(target, (stage, target)) for target in self.targets[stage]]
-            edges = [(peer, edge) for peer, edge in edges if edge in self.returning]
-            receive = Kind.RECV_B
-        return [
-            Action(peer, action.kind, m) if edge in self.local else Action(stage, receive, m, peer)
-            for peer, edge in edges
-        ]
+        m = action.micro_batch
+        return [Action(stage, kind, m, peer) for stage, kind, peer in self._ends(action)[0]]
 
     def outputs(self, action: Action) -> list[Action]:
         """The sends that follow a computation."""
-        stage, m = action.stage, action.micro_batch
-        if action.kind is Kind.F:
-            peers = [peer for peer in self.targets[stage] if (stage, peer) not in self.local]
-            return [Action(stage, Kind.SEND_F, m, peer) for peer in peers]
-        edges = [(peer, (peer, stage)) for peer in self.sources[stage]]
-        return [
-            Action(stage, Kind.SEND_B, m, peer)
-            for peer, edge in edges
-            if edge in self.returning and edge not in self.local
-        ]
+        m = action.micro_batch
+        return [Action(stage, kind, m, peer) for stage, kind, peer in self._ends(action)[1]]
 
     def with_transfers(self, order: Iterable[Action]) -> Iterator[Action]:
         for action in order:
-            yield from (needed for needed in self.inputs(action) if needed.kind.is_receive)
+            m = action.micro_batch
+            inputs, outputs = self._ends(action)
+            for stage, kind, peer in inputs:
+                if peer is not None:
+                    yield Action(stage, kind, m, peer)
             yield action
-            yield from self.outputs(action)
+            for stage, kind, peer in outputs:
+                yield Action(stage, kind, m, peer)
+
+    def _ends(self, action: Action) -> tuple[list[_End], list[_End]]:
+        """Inputs and outputs of every computation of this stage and kind."""
+        found = self._found.get((action.stage, action.kind))
+        if found is None:
+            forward, backward = self._forward(action.stage), self._backward(action.stage)
+            self._found[action.stage, Kind.F], self._found[action.stage, Kind.B] = forward, backward
+            found = forward if action.kind is Kind.F else backward
+        return found
+
+    def _forward(self, stage: int) -> tuple[list[_End], list[_End]]:
+        inputs: list[_End] = [
+            (source, Kind.F, None) if (source, stage) in self.local else (stage, Kind.RECV_F, source)
+            for source in self.sources[stage]
+        ]
+        targets = [target for target in self.targets[stage] if (stage, target) not in self.local]
+        return inputs, [(stage, Kind.SEND_F, target) for target in targets]
+
+    def _backward(self, stage: int) -> tuple[list[_End], list[_End]]:
+        inputs: list[_End] = [
+            (target, Kind.B, None) if (stage, target) in self.local else (stage, Kind.RECV_B, target)
+            for target in self.targets[stage]
+            if (stage, target) in self.returning
+        ]
+        edges = [(source, stage) for source in self.sources[stage]]
+        sent = [source for source, _ in edges if (source, stage) in self.returning - self.local]
+        return inputs, [(stage, Kind.SEND_B, source) for source in sent]
 
 
-def _in_step(orders: Sequence[list[Action]]) -> list[Action]:
-    """One order for a rank that holds two stages, the last one and its loss stage: forward, then backward.
+def in_step(orders: Orders, ranks_of_stage: RanksOfStage, n_ranks: int) -> Orders:
+    """Orders of ranks from orders of stages.
 
-    2F0 2F1 2B0 2B1  and  3F0 3F1 3B0 3B1    2F0 3F0 2F1 3F1 3B0 2B0 3B1 2B1
+    A rank holds two stages where a loss stage follows the last one: they go in step, forward then backward.
+
+        2F0 2F1 2B0 2B1  and  3F0 3F1 3B0 3B1    2F0 3F0 2F1 3F1 3B0 2B0 3B1 2B1
+
+    Raises:
+        ScheduleError: A rank holds two stages with different orders.
     """
+    held = stages_of_rank(ranks_of_stage, n_ranks)
+    return [_woven([orders[stage] for stage in stages]) for stages in held]
+
+
+def _woven(orders: Sequence[list[Action]]) -> list[Action]:
     woven: list[Action] = []
     for together in zip(*orders):
         if len({(action.kind, action.micro_batch) for action in together}) > 1:

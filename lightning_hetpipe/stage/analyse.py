@@ -1,7 +1,7 @@
 """From a traced stage to the layout of its group: what is shared, what is whole, where it communicates."""
 
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +126,36 @@ def analyse(
     named = (code.name(name) for name, _ in code.root.named_parameters() if name in survey.parameters)
     whole = tuple(name for name in named if name not in placements)
     return StageLayout(shares, operations, chosen, realisations, survey.operands, plain, placements, whole)
+
+
+def operations_of(
+    stage: nn.Module, inputs: Mapping[str, Tensor], members: Iterable[int]
+) -> tuple[dict[str, int | None], list[dict[str, Operation]]]:
+    """What groups of several sizes can do with a stage, for those who choose a layout without torch.
+
+    Args:
+        stage, inputs: As for `analyse`.
+        members: Sizes of groups.
+
+    Returns:
+        The layer of each operation (``meta["layer"]`` of its node; None for what enters or leaves), and for
+        each size the operations by name. Which ways there are depends on the number of members only, not
+        on their shares.
+    """
+    code = code_of(stage)
+    values = infer_shapes(code, inputs)
+    plain = frozenset(name for name, value in values.items() if not _holds_tensor(value))
+    found = []
+    for n in members:
+        survey = _Survey(code, values, plain, Cutter((1 / n,) * n), ())
+        survey.run()
+        found.append(survey.operations)
+    layers: dict[str, int | None] = {}
+    for node in code.graph.nodes:
+        users = [user.meta["layer"] for user in node.users if "layer" in user.meta]
+        used_in = min(users) if node.op == "get_attr" and users else None
+        layers[node.name] = node.meta.get("layer", used_in)
+    return layers, found
 
 
 class _Survey:

@@ -21,11 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.stage.layout import SMALL_BYTES
 from lightning_hetpipe.stage.members import Members
-
-# Bytes of the whole tensor up to which one all-to-all gathers faster than one broadcast per shard
-# (gloo, 3 ranks at 5:2:1 on one host: equal near 256 KB, 25 against 11 ms at 8 MB).
-SMALL_BYTES = 256 * 1024
 
 Bounds = tuple[int, ...]
 

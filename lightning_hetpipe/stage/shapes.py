@@ -1,6 +1,6 @@
 """The code of a stage as a graph, and the shapes of its nodes, without running it on real data."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,14 @@ def infer_shapes(code: Code, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         with _reparametrize_module(root, fakes, tie_weights=True):
             _Recorder(code, results).run(*arguments)
     return results
+
+
+def samples_axis(small: Sequence[int], large: Sequence[int], n: int) -> int | None:
+    """The one dimension that counts the samples, from a value's shapes for ``n`` and for ``2n`` of them."""
+    other = [axis for axis, pair in enumerate(zip(small, large)) if pair[0] != pair[1]]
+    if len(other) == 1 and (small[other[0]], large[other[0]]) == (n, 2 * n):
+        return other[0]
+    return None
 
 
 class _Recorder(fx.Interpreter):

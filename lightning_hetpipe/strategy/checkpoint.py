@@ -28,7 +28,7 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hetpipe.errors import RankFailedError, UnsupportedError
+from lightning_hetpipe.errors import CheckpointError, RankFailedError, UnsupportedError
 from lightning_hetpipe.strategy.partition import Group, only_held, receive, send
 
 log = logging.getLogger(__name__)
@@ -197,16 +197,17 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool =
     """Loads a full state dict into what this rank holds; every rank checks the names of the whole.
 
     Raises:
-        RuntimeError: As ``load_state_dict`` does: missing or unexpected names, or other shapes.
+        RuntimeError: As ``load_state_dict`` does: missing or unexpected names, or other shapes; a
+            CheckpointError where they are those of another rank's part.
     """
     own = module.state_dict()
     elsewhere = {name: each for name, each in own.items() if isinstance(each, Tensor) and each.is_meta}
     missing = [name for name in elsewhere if name not in state]
     other = [name for name in elsewhere if name in state and state[name].shape != elsewhere[name].shape]
     if (missing and strict) or other:
-        raise RuntimeError(
+        raise CheckpointError(
             f"Error(s) in loading state_dict for {type(module).__name__}: missing {missing}, "
-            f"other shapes {other}"
+            f"other shapes {other}. The checkpoint is of another model."
         )
     local = OrderedDict((name, value) for name, value in state.items() if name not in elsewhere)
     # Without it, modules take the state for one of an old version and add to it what is hidden here.
@@ -233,13 +234,14 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     """Loads the part of a full optimizer state that belongs to this rank's parameters.
 
     Raises:
-        ValueError: The groups differ, or a state's shape cannot belong to its parameter.
+        CheckpointError: The groups differ, or a state's shape cannot belong to its parameter.
     """
     sizes = [len(group["params"]) for group in state["param_groups"]]
     own_sizes = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != own_sizes:
-        raise ValueError(
-            f"the checkpoint's optimizer has parameter groups of {sizes} parameters, this one of {own_sizes}"
+        raise CheckpointError(
+            f"the checkpoint's optimizer has parameter groups of {sizes} parameters, this one of "
+            f"{own_sizes}: configure the optimizer as it was when the checkpoint was written"
         )
     indices = [index for group in state["param_groups"] for index in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -249,9 +251,9 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
             continue
         for name, value in state["state"][index].items():
             if isinstance(value, Tensor) and not _may_belong(value, parameter):
-                raise ValueError(
+                raise CheckpointError(
                     f"{name} of parameter {index} has shape {list(value.shape)} in the checkpoint, but the "
-                    f"parameter has {list(parameter.shape)}"
+                    f"parameter has {list(parameter.shape)}: the checkpoint is of another model"
                 )
         if not parameter.is_meta:
             local[index] = state["state"][index]

@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
@@ -39,15 +39,18 @@ from lightning_hetpipe.strategy.options import (
     Options,
     SplitByHand,
     read_cluster,
+    read_merge,
     read_micro_batch,
     read_plan,
     read_profile,
+    read_run_dir,
 )
 from lightning_hetpipe.strategy.partition import OwnerMap
 from lightning_hetpipe.strategy.pipeline import Pipeline
-from lightning_hetpipe.strategy.pipelined import find_pipelined
+from lightning_hetpipe.strategy.pipelined import find_pipelined, refuse_one_layer
 from lightning_hetpipe.strategy.precision import check_optimizers
 from lightning_hetpipe.strategy.prepare import Run, prepare
+from lightning_hetpipe.strategy.progress import has_bar
 from lightning_hetpipe.strategy.refusals import refuse_callbacks, refuse_module, refuse_optimizers
 from lightning_hetpipe.strategy.shadows import Shadows, adapt
 from lightning_hetpipe.strategy.sigterm import Sigterm
@@ -69,9 +72,12 @@ class PipelineStrategy(Together):
         module: Dotted name of the pipelined submodule; ``auto`` takes the child that holds nearly all
             parameters, else the LightningModule's own ``forward``.
         plan: A `Plan`, a mapping or a file: neither profiles nor plans; refused if it belongs to another
-            model. ``even``, or ``{"cuts": [layer names], "devices": [names]}``, gives the stages only.
+            model. ``even``, or ``{"cuts": [layer names], "devices": [names]}``, gives the stages only; a list
+            of names among the devices is a group.
         micro_batch: Samples per micro-batch, or ``auto``.
-        schedule: ``gpipe``, ``1f1b`` or ``auto``.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved`` (devices hold several stages) or ``auto``.
+        merge: ``auto`` lets devices share a stage where that pays, ``never`` does not; or lists of devices,
+            each of which must share one.
         norm: What BatchNorm does with micro-batches: ``keep``, ``deferred``, ``sync``, ``group``, ``freeze``.
         loss_reduction: How the user's loss reduces over samples: ``mean`` or ``sum``.
         start_method: ``popen``, ``fork`` or ``spawn``; without effect under torchrun or SLURM.
@@ -98,6 +104,7 @@ class PipelineStrategy(Together):
         plan: Plan | dict[str, Any] | str | Path | None = None,
         micro_batch: int | str = "auto",
         schedule: str = "auto",
+        merge: str | Sequence[Sequence[str]] = "auto",
         norm: Norm = "keep",
         loss_reduction: str = "mean",
         start_method: str = "popen",
@@ -123,13 +130,14 @@ class PipelineStrategy(Together):
             module=module,
             micro_batch=read_micro_batch(micro_batch),
             schedule=schedule,
+            merge=read_merge(merge),
             norm=norm,
             loss_reduction=loss_reduction,
             start_method=start_method,
             checkpoint=checkpoint,
             refine=refine,
             timeout_s=timeout_s,
-            run_dir=None if run_dir is None else Path(run_dir),
+            run_dir=read_run_dir(run_dir),
             blocks=blocks,
         )
         super().__init__(
@@ -146,6 +154,7 @@ class PipelineStrategy(Together):
         self._pipeline: Pipeline | None = None
         self._shadows = Shadows()
         self._plan: Plan | None = self.options.plan
+        self._profile: Profile | None = None
         self._timeline: Timeline | None = None
 
     # What the run was like
@@ -156,17 +165,22 @@ class PipelineStrategy(Together):
         return self._plan
 
     @property
+    def profile(self) -> Profile | None:
+        """What the plan was made from; None before that, and for a plan that came without one."""
+        return self._profile
+
+    @property
     def timeline(self) -> Timeline | None:
         """The last measured training step over all ranks; None before there is one."""
         return self._timeline
 
     def report(self) -> bytes:
-        """Plan and timeline, as a forked rank 0 hands them to the process that started it."""
-        return pickle.dumps((self._plan, self._timeline))
+        """Plan, profile and timeline, as a forked rank 0 hands them to the process that started it."""
+        return pickle.dumps((self._plan, self._profile, self._timeline))
 
     def take_report(self, report: bytes) -> None:
         """The inverse of `report`."""
-        self._plan, self._timeline = pickle.loads(report)
+        self._plan, self._profile, self._timeline = pickle.loads(report)
         if self.options.norm == "group" and self._plan is not None:
             # The weights that came back are GroupNorm's; a BatchNorm here would take them for its own.
             assert self.lightning_module is not None
@@ -243,7 +257,7 @@ class PipelineStrategy(Together):
         refuse_module(module)
         refuse_callbacks(trainer.callbacks)
         if not any(self._is_overridden(hook, module) for hook in ("configure_model", "setup")):
-            find_pipelined(module, self.options.module)
+            refuse_one_layer(module, *find_pipelined(module, self.options.module))
 
     def setup_environment(self) -> None:
         module = self.lightning_module
@@ -329,10 +343,14 @@ class PipelineStrategy(Together):
             engine=self._engine,
             exchange=self.exchange,
             group=self._group,
+            trains=trainer.state.fn == "fit",
+            gradient_copies=int(trainer.accumulate_grad_batches > 1),
             is_overridden=self._is_overridden,
+            show_progress=has_bar(trainer),
         )
         self._pipeline = prepare(run, capture, self._plan)
         self._plan = self._pipeline.plan
+        self._profile = self._pipeline.profile or self._profile
         self.model_to_device()
         return self._pipeline
 

@@ -5,13 +5,13 @@ Sharing ──► ChannelStage or BatchStage, reductions, BatchNorm over the mem
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from itertools import permutations
-from math import prod
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from math import inf, prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hetpipe.engine.membership import Membership
@@ -23,8 +23,11 @@ from lightning_hetpipe.stage.analyse import StageLayout, analyse
 from lightning_hetpipe.stage.batch import BatchStage, reduce_gradients, share_buffers
 from lightning_hetpipe.stage.batchnorm import SharedBatchNorm, commit_all
 from lightning_hetpipe.stage.channel import ChannelStage
+from lightning_hetpipe.stage.consolidate import Placement
 from lightning_hetpipe.stage.layout import GroupCost
+from lightning_hetpipe.stage.mixing import mixing_layer
 from lightning_hetpipe.stage.norm import set_process_group
+from lightning_hetpipe.stage.shapes import samples_axis
 from lightning_hetpipe.strategy.partition import OwnerMap
 from lightning_hetpipe.tracing import TensorSpec, Traced
 from lightning_hetpipe.tracing.traced import batch_size, resized
@@ -73,7 +76,11 @@ def make_groups(plan: Plan, traced: Traced, example: Specs, keep_whole: set[str]
         return Groups(plan)
     n = batch_size(example)
     small, large = traced.shapes(example), traced.shapes(resized(example, 2 * n))
-    axes = {name: axis for name, spec in small.items() if (axis := _axis(spec, large[name], n)) is not None}
+    axes = {
+        name: axis
+        for name, spec in small.items()
+        if (axis := samples_axis(spec.shape, large[name].shape, n)) is not None
+    }
     fixed = {name for name, spec in small.items() if spec.shape == large[name].shape}
     groups = Groups(plan, axes)
     for route in plan.routes(traced.graph):
@@ -84,16 +91,35 @@ def make_groups(plan: Plan, traced: Traced, example: Specs, keep_whole: set[str]
         entering = traced.stage(plan.stages[index].start, plan.stages[index].stop, returns=False).input_names
         if not any(name in axes for name in entering):
             raise PlanError(f"{_label(plan, index)}: no value with samples enters it. Give it one device.")
-    layouts = {index: _layout(plan, index, traced, small, keep_whole) for index in groups.indices("channel")}
+    slices = traced.shapes(resized(example, plan.micro_batch))
+    layouts = {index: _layout(plan, index, traced, slices, keep_whole) for index in groups.indices("channel")}
     return Groups(plan, axes, layouts)
 
 
-def _axis(small: TensorSpec, large: TensorSpec, n: int) -> int | None:
-    """The one dimension that is as long as there are samples."""
-    other = [axis for axis, pair in enumerate(zip(small.shape, large.shape)) if pair[0] != pair[1]]
-    if len(other) == 1 and (small.shape[other[0]], large.shape[other[0]]) == (n, 2 * n):
-        return other[0]
-    return None
+def check_samples(groups: Groups, traced: Traced, inputs: Mapping[str, Tensor]) -> None:
+    """Refuses stages shared by samples whose layers mix samples; before the model is cut, on rank 0.
+
+    Args:
+        inputs: A call of the pipelined module.
+
+    Raises:
+        PlanError: There is one.
+    """
+    for index in groups.indices("batch"):
+        stage, where = groups.plan.stages[index], _label(groups.plan, index)
+        try:
+            layer = mixing_layer(traced, stage.start, stage.stop, inputs, groups.axes)
+        except RuntimeError as error:
+            raise PlanError(
+                f"{where}: its layers do not run on a part of the samples ({str(error).splitlines()[0]}): "
+                "share the stage by channels, or give it one device"
+            ) from error
+        if layer is not None:
+            raise PlanError(
+                f"{where}: what its layer {layer!r} makes of a sample depends on the other samples, of which "
+                "each device has its own: cut there so that one device holds that layer, or share the stage "
+                "by channels"
+            )
 
 
 def _check_value(plan: Plan, route: Route, name: str, *, fixed: bool, empty: bool) -> None:
@@ -136,19 +162,55 @@ def _layout(plan: Plan, index: int, traced: Traced, specs: Specs, keep_whole: se
         for name in module.input_names
     }
     try:
-        return analyse(module, inputs, stage.shares, _cost(plan, index), keep_whole=keep_whole)
+        layout = analyse(module, inputs, stage.shares, _cost(plan, index), keep_whole=keep_whole)
+        if not _fits(plan, index, traced, layout):  # what is quickest whole may have to be cut all the same
+            layout = analyse(module, inputs, stage.shares, _FREE(stage.shares), keep_whole=keep_whole)
     except PlanError as error:
         raise PlanError(f"{_label(plan, index)}: {error}") from error
+    _check_shares(plan, index, layout)
+    return layout
+
+
+def _check_shares(plan: Plan, index: int, layout: StageLayout) -> None:
+    """Refuses a share that means no channel anywhere: one would be given, which is more than was asked."""
+    stage = plan.stages[index]
+    widest = max((each.sharding.bounds[-1] for each in layout.placements.values()), default=0)
+    for name, share in zip(stage.devices, stage.shares):
+        if share * widest < 0.5 and widest:
+            raise PlanError(
+                f"{_label(plan, index)}: the share {share:g} of {name} is less than half a channel of the "
+                f"{widest} that the widest of its layers has: leave {name} out of the group, or give it more"
+            )
+
+
+_FREE = partial(GroupCost, latency_s=0.0, bandwidth_bytes_per_s=inf)
+_STATES = 4  # a weight, its gradient and the two moments of Adam
+
+
+def _fits(plan: Plan, index: int, traced: Traced, layout: StageLayout) -> bool:
+    """Whether every member has memory for what it holds of the stage's weights, trained by Adam."""
+    stage = plan.stages[index]
+    tensors = {
+        name: traced.module.get_parameter(name) for name in traced.parameters_of(stage.start, stage.stop)
+    }
+    for member, device in enumerate(stage.devices):
+        held = sum(
+            tensor.nbytes * (_part(layout.placements[name], member) if name in layout.placements else 1.0)
+            for name, tensor in tensors.items()
+        )
+        limit = plan.cluster.device(device).memory_bytes
+        if limit is not None and held * _STATES > limit:
+            return False
+    return True
+
+
+def _part(placement: Placement, member: int) -> float:
+    return placement.sharding.counts[member] / placement.sharding.bounds[-1]
 
 
 def _cost(plan: Plan, index: int) -> GroupCost:
-    """Collectives over the slowest link of the group; its speed is not known of a hand-written plan."""
     stage = plan.stages[index]
-    links = [plan.cluster.link(a, b) for a, b in permutations(stage.devices, 2)]
-    slowest = max(links, key=lambda link: link.transfer_s(1e6))
-    return GroupCost(
-        stage.shares, latency_s=slowest.latency_s, bandwidth_bytes_per_s=slowest.bandwidth_bytes_per_s
-    )
+    return GroupCost(stage.shares, **asdict(plan.pace(stage)))
 
 
 def _label(plan: Plan, index: int) -> str:

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lightning_hetpipe.checks import is_number, is_whole, require
 from lightning_hetpipe.cluster import Cluster
-from lightning_hetpipe.errors import ClusterError, PlanError
-from lightning_hetpipe.plans import Plan, read_plan_file
+from lightning_hetpipe.errors import ClusterError, GraphError, PlanError, ProfileError
+from lightning_hetpipe.planner.groups import composite_name
+from lightning_hetpipe.plans import Merge, Plan, read_plan_file
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.schedule import SCHEDULES
 from lightning_hetpipe.shipped import conf_dir
@@ -28,14 +31,24 @@ class SplitByHand:
 
     Attributes:
         cuts: Names of the layers at which every stage but the first begins; None splits evenly by layers.
-        devices: Who holds the stages, in order; None for all, as the cluster lists them.
+        devices: Who holds the stages, in order, ``b+c`` for a group; None for all, as the cluster lists them.
+        teams: The groups among them.
     """
 
     cuts: tuple[str, ...] | None = None
     devices: tuple[str, ...] | None = None
+    teams: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """The devices one by one."""
+        if self.devices is None:
+            return None
+        members = {composite_name(team): team for team in self.teams}
+        return tuple(name for device in self.devices for name in members.get(device, (device,)))
 
     def __post_init__(self) -> None:
-        for kind, names in (("cuts", self.cuts), ("devices", self.devices)):
+        for kind, names in (("cuts", self.cuts), ("devices", self.names)):
             if names is not None and len(set(names)) < len(names):
                 raise PlanError(f"the plan's {kind} {', '.join(names)} name one twice: give each once")
         if self.cuts is not None and self.devices is not None and len(self.devices) != len(self.cuts) + 1:
@@ -56,6 +69,7 @@ class Options:
         micro_batch: None where the planner chooses.
         refine: Whether the planner's choice is compared with its neighbours in the first steps.
         blocks: Name of a sequence of blocks, for modules that do not trace.
+        merge: Whether devices may share a stage, or the groups that must.
     """
 
     cluster: Cluster | None
@@ -73,19 +87,29 @@ class Options:
     timeout_s: float
     run_dir: Path | None
     blocks: str | None
+    merge: Merge = "auto"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise PlanError(f"{name}={getattr(self, name)!r} is unknown; known are {', '.join(choices)}")
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise PlanError(f"micro_batch={self.micro_batch} was asked for: give at least 1, or 'auto'")
-        if not self.timeout_s > 0:
-            raise PlanError(f"timeout_s={self.timeout_s} was asked for: give seconds > 0")
+        require(isinstance(self.module, str), GraphError, "module", self.module, "a dotted name, or 'auto'")
+        named = self.blocks is None or isinstance(self.blocks, str)
+        require(named, GraphError, "blocks", self.blocks, "the dotted name of a sequence of blocks, or None")
+        bounded = is_number(self.timeout_s) and self.timeout_s > 0
+        require(bounded, PlanError, "timeout_s", self.timeout_s, "seconds > 0")
         if self.plan is not None and self.cluster is not None:
             _check_same_cluster(self.plan.cluster, self.cluster)
+        if self.plan is not None and self.profile is not None:
+            _check_same_profile(self.plan, self.profile)
         if self.split is not None and self.cluster is not None:
-            for name in self.split.devices or ():
+            for name in self.split.names or ():
+                self.cluster.device(name)
+        if not isinstance(self.merge, str):
+            if self.plan is not None:
+                raise PlanError("merge= names groups, and plan= has its own: leave one of them out")
+            for name in (name for team in self.merge for name in team if self.cluster is not None):
+                assert self.cluster is not None
                 self.cluster.device(name)
 
     @property
@@ -119,6 +143,8 @@ def read_cluster(cluster: Cluster | Mapping[str, Any] | str | Path | None) -> Cl
         return cluster
     if isinstance(cluster, Mapping):
         return Cluster.from_mapping(cluster)
+    accepts = "a Cluster, a mapping, a YAML file or the name of a shipped cluster"
+    require(isinstance(cluster, (str, Path)), ClusterError, "cluster", cluster, accepts)
     path = Path(cluster)
     if not path.suffix and not path.exists():
         shipped = conf_dir() / "cluster" / f"{path}.yaml"
@@ -142,6 +168,8 @@ def read_plan(plan: Plan | Mapping[str, Any] | str | Path | None) -> Plan | Spli
         return plan
     if plan == "even":
         return SplitByHand()
+    accepts = "a Plan, a mapping, a plan file or 'even'"
+    require(isinstance(plan, (str, Path, Mapping)), PlanError, "plan", plan, accepts)
     if not isinstance(plan, Mapping):
         data = read_plan_file(plan)
         return _read_split(data) if _is_split(data) else Plan.load(plan)
@@ -159,8 +187,30 @@ def _read_split(data: Any) -> SplitByHand:
     for key, names in data.items():
         if isinstance(names, str) or not isinstance(names, Sequence):
             raise PlanError(f"{key} of the plan is {names!r}: give a list of names")
-    devices = data.get("devices")
-    return SplitByHand(tuple(map(str, data["cuts"])), None if devices is None else tuple(map(str, devices)))
+    cuts = tuple(map(str, data["cuts"]))
+    if data.get("devices") is None:
+        return SplitByHand(cuts)
+    held = [(each,) if isinstance(each, str) else tuple(map(str, each)) for each in data["devices"]]
+    return SplitByHand(
+        cuts, tuple(map(composite_name, held)), tuple(names for names in held if len(names) > 1)
+    )
+
+
+def read_merge(merge: str | Sequence[Sequence[str]]) -> Merge:
+    """Whether devices may share a stage, or the groups that must.
+
+    Raises:
+        PlanError: It is neither ``auto`` nor ``never`` nor lists of device names.
+    """
+    if merge == "auto":
+        return "auto"
+    if merge == "never":
+        return "never"
+    if isinstance(merge, str) or any(isinstance(team, str) for team in merge):
+        raise PlanError(
+            f"merge={merge!r} is unknown: say 'auto', 'never', or give a list of lists of device names"
+        )
+    return tuple(tuple(map(str, team)) for team in merge)
 
 
 def read_profile(profile: Profile | str | Path | None) -> Profile | None:
@@ -169,7 +219,10 @@ def read_profile(profile: Profile | str | Path | None) -> Profile | None:
     Raises:
         ProfileError: It cannot be read.
     """
-    return profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
+    if profile is None or isinstance(profile, Profile):
+        return profile
+    require(isinstance(profile, (str, Path)), ProfileError, "profile", profile, "a Profile or a file")
+    return Profile.load(profile)
 
 
 def read_micro_batch(micro_batch: int | str) -> int | None:
@@ -180,10 +233,30 @@ def read_micro_batch(micro_batch: int | str) -> int | None:
     """
     if micro_batch == "auto":
         return None
-    try:
-        return int(micro_batch)
-    except ValueError:
-        raise PlanError(f"micro_batch={micro_batch!r} is neither a number of samples nor 'auto'") from None
+    if isinstance(micro_batch, str) and micro_batch.isdecimal():  # from a command line
+        micro_batch = int(micro_batch)
+    accepts = "samples, a whole number from 1 on, or 'auto'"
+    require(is_whole(micro_batch), PlanError, "micro_batch", micro_batch, accepts)
+    return int(micro_batch)
+
+
+def read_run_dir(run_dir: str | Path | None) -> Path | None:
+    """A folder, or None for none.
+
+    Raises:
+        PlanError: It is neither.
+    """
+    known = run_dir is None or isinstance(run_dir, (str, Path))
+    require(known, PlanError, "run_dir", run_dir, "the path of a folder, or None")
+    return None if run_dir is None else Path(run_dir)
+
+
+def _check_same_profile(plan: Plan, profile: Profile) -> None:
+    if plan.profile_hash not in ("", profile.content_hash):
+        raise PlanError(
+            f"the plan was made from another profile (hash {plan.profile_hash}, this one has "
+            f"{profile.content_hash}): make a new plan, or leave profile= or plan= out"
+        )
 
 
 def _check_same_cluster(planned: Cluster, given: Cluster) -> None:
@@ -201,3 +274,9 @@ def _check_same_cluster(planned: Cluster, given: Cluster) -> None:
             f"the plan was made for another cluster: cluster {given.name!r} also has {', '.join(missing)}. "
             "Make a new plan, or leave cluster= out."
         )
+    for pair in permutations(ours, 2):
+        if planned.link(*pair) != given.link(*pair):
+            raise PlanError(
+                f"the plan was made for another cluster: the link {' -> '.join(pair)} of cluster "
+                f"{given.name!r} has other figures. Make a new plan, or leave cluster= out."
+            )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -129,12 +129,13 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 def partition(
     module: nn.Module, owners: OwnerMap, rank: int, group: Group, device: torch.device | None = None
 ) -> None:
-    """Leaves each tensor with its owners only, valued as on rank 0.
+    """Leaves each tensor, or each part of one, with its owners only, valued as on rank 0.
 
     Rank 0's value wins where rank 0 holds one, so models that ranks built with different random numbers
     become the one of rank 0. Otherwise the tensor comes from a rank that holds it: partitioning again, by
     the same or another map, moves what has to move. Owned parameters stay the same objects; create
-    optimizers afterwards.
+    optimizers afterwards. Of a tensor that several ranks hold a part of, only the rank it comes from has
+    the whole meanwhile.
 
     Args:
         module: The same module tree on every rank.
@@ -154,11 +155,13 @@ def partition(
         if max(targets) >= len(holds):
             raise PlanError(f"{slot.names[0]} belongs to ranks {targets}, but there are {len(holds)} ranks")
         source = _source(slot, holds, targets)
+        if slot.names[0] in owners.shards:
+            _deal(slot, owners.shards[slot.names[0]], source, targets, rank, group, device)
+            continue
         moves = [target for target in targets if target != source and (holds[0] or not holds[target])]
         value = _move(slot.tensor, source, moves, rank, group)
         if rank not in targets:
-            if not slot.tensor.is_meta:
-                slot.put(_renew(slot.tensor, torch.empty_like(slot.tensor, device="meta")))
+            _let_go(slot)
             continue
         if slot.tensor.is_meta:
             slot.put(_renew(slot.tensor, value))
@@ -170,10 +173,43 @@ def partition(
     module._apply = MethodType(_apply_to_held, module)  # type: ignore[method-assign]
 
 
-def gather(
-    module: nn.Module, owners: OwnerMap, rank: int, group: Group, to: Literal["all", "rank0"] = "all"
+def _deal(
+    slot: Slot,
+    placement: Placement,
+    source: int,
+    targets: tuple[int, ...],
+    rank: int,
+    group: Group,
+    device: torch.device | None,
 ) -> None:
-    """Brings every tensor back, on every rank or on rank 0, each from its canonical owner.
+    """Hands each member its part of the whole that the source has."""
+    part: Tensor | None = None
+    for member, target in enumerate(targets):
+        if rank == source == target:
+            part = placement.cut(slot.tensor.detach(), member)
+        elif rank == source:
+            send(placement.cut(slot.tensor.detach(), member), target, group)
+        elif rank == target:
+            shape = list(slot.tensor.shape)
+            shape[placement.dim] = placement.length(member)
+            part = receive(torch.empty(shape, dtype=slot.tensor.dtype, device="meta"), source, group)
+    if part is None:
+        _let_go(slot)
+        return
+    if slot.tensor.is_meta:
+        slot.put(_renew(slot.tensor, part if device is None else part.to(device)))
+    else:
+        slot.tensor.data = part.to(device or slot.tensor.device)
+
+
+def _let_go(slot: Slot) -> None:
+    """Leaves a placeholder."""
+    if not slot.tensor.is_meta:
+        slot.put(_renew(slot.tensor, torch.empty_like(slot.tensor, device="meta")))
+
+
+def gather(module: nn.Module, owners: OwnerMap, rank: int, group: Group) -> None:
+    """Brings every tensor back on every rank, each from its canonical owner.
 
     What was a placeholder lies on the CPU afterwards; what was held stays where it is. Collective over
     ``group``: never call it while another rank may have failed.
@@ -185,8 +221,7 @@ def gather(
             (owner for owner in owners.of(slot.names[0]) if holds[owner]),
             _source(slot, holds, range(len(holds))),
         )
-        receivers = range(len(holds)) if to == "all" else (0,)
-        moves = [target for target in receivers if not holds[target]]
+        moves = [target for target, holds_it in enumerate(holds) if not holds_it]
         value = _move(slot.tensor, source, moves, rank, group)
         if rank in moves:
             slot.put(_renew(slot.tensor, value))
@@ -321,4 +356,4 @@ def receive(like: Tensor, source: int, group: Group) -> Tensor:
     value = torch.empty(like.shape, dtype=like.dtype)
     if value.numel():
         dist.recv(value.reshape(-1).view(torch.uint8), group=group, group_src=source)
-    return torch.empty_like(like, device="cpu").copy_(value)
+    return value if like.is_contiguous() else torch.empty_like(like, device="cpu").copy_(value)

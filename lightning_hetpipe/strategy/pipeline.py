@@ -23,6 +23,7 @@ from lightning_hetpipe.engine.runtime import Context
 from lightning_hetpipe.engine.session import Engine, MakeSchedule, sample_weights
 from lightning_hetpipe.errors import RankFailedError, StepError
 from lightning_hetpipe.plans import Plan, micro_batch_sizes
+from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.strategy.batch import count_samples, cut, join
 from lightning_hetpipe.strategy.data import AbsentBatch
 from lightning_hetpipe.strategy.exchange import Exchange, describe, unwrap
@@ -63,6 +64,7 @@ class Pipeline:
         commit: Ends a batch for BatchNorm whose running statistics are updated once per batch.
         owners: Which rank holds what of the module.
         at_close: Undoes the set-up; told whether weights are to be whole again.
+        profile: What the plan was made from, if that was in this run.
     """
 
     def __init__(
@@ -80,11 +82,13 @@ class Pipeline:
         commit: Callable[[], None],
         owners: OwnerMap,
         at_close: Callable[[bool], None],
+        profile: Profile | None,
     ) -> None:
         self.module, self.plan, self.engine, self.owners = module, refinement.plans[0], engine, owners
         self._refinement = refinement
         self._lists = [lists(plan) for plan in refinement.plans]
         self._in_force = 0  # among the plans of the refinement
+        self.profile = profile
         self._stand_in, self._traced, self._exchange = stand_in, traced, exchange
         self._loss_reduction, self._context = loss_reduction, context
         self._commit, self._at_close = commit, at_close
@@ -313,8 +317,13 @@ class Pipeline:
     def _end(self, outcome: Any, batch: Any) -> None:
         if self._exchange.world_size > 1:
             stop = bool(self.module.trainer.should_stop)
-            ended = (_to_cpu(outcome), stop, _size_of(batch))
-            self.engine.control.share(Message(Operation.END, object=ended))
+            try:
+                ended = (_to_cpu(outcome), stop, _size_of(batch))
+                self.engine.control.share(Message(Operation.END, object=ended))
+            except StepError as error:  # it does not pickle
+                ended = (("error", describe(error)), stop, _size_of(batch))
+                self.engine.control.share(Message(Operation.END, object=ended))
+                raise
 
     def gather_timeline(self) -> Timeline | None:
         """The last training step on all ranks, on every rank."""

@@ -37,6 +37,21 @@ def find_pipelined(module: nn.Module, wanted: str) -> tuple[str, nn.Module]:
     )
 
 
+def refuse_one_layer(module: nn.Module, name: str, pipelined: nn.Module) -> None:
+    """Refuses a pipelined submodule that is a single layer of torch.
+
+    Raises:
+        GraphError: It is.
+    """
+    kind = type(pipelined)
+    if kind.__module__.startswith("torch.nn.") and not any(pipelined.children()):
+        raise GraphError(
+            f"the pipelined module {name!r} of {type(module).__name__} is one layer ({kind.__name__}), which "
+            "cannot be cut into stages: put it into an nn.Sequential with its neighbours, or name a larger "
+            "submodule with HetPipeStrategy(module=...)"
+        )
+
+
 def _named(module: nn.Module, wanted: str) -> nn.Module:
     try:
         return module.get_submodule(wanted)

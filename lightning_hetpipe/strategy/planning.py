@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.engine.emulate import Emulator
-from lightning_hetpipe.engine.memory import tune_allocator
 from lightning_hetpipe.engine.session import Engine
+from lightning_hetpipe.engine.shares import measuring_shares, sharing_of
 from lightning_hetpipe.engine.survey import tabulated_sizes
 from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.planner.rivals import rivals
@@ -21,12 +21,14 @@ from lightning_hetpipe.planner.search import make_plan
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import DeviceProfile, Profile
 from lightning_hetpipe.profiling.cache import processor_name
-from lightning_hetpipe.profiling.device import profile_device
+from lightning_hetpipe.profiling.device import Optimizer, allocator_for, profile_device
+from lightning_hetpipe.sharing import Sharing
 from lightning_hetpipe.stage.batchnorm import paused_statistics
 from lightning_hetpipe.strategy.capture import Captured
 from lightning_hetpipe.strategy.discovery import find_cluster
 from lightning_hetpipe.strategy.exchange import Exchange
 from lightning_hetpipe.strategy.options import Options
+from lightning_hetpipe.strategy.progress import MeasuringBar
 from lightning_hetpipe.strategy.refine import sees_micro_batches
 from lightning_hetpipe.tracing import Traced
 
@@ -43,12 +45,21 @@ def choose_plans(
     captured: Captured,
     context: Context,
     last: Plan | None,
-) -> tuple[Plan, ...]:
-    """The plan of this run, then its rivals, to be tried beside it; equal on all ranks, which all call it.
+    optimizer: Optimizer | None,
+    optimizer_copies: float,
+    *,
+    show_progress: bool,
+) -> tuple[tuple[Plan, ...], Profile | None]:
+    """The plan of this run, then its rivals, to be tried beside it, and what they were made from, if known.
+
+    Equal on all ranks, which all call it.
 
     Args:
         context: Entered around each forward, such as autocast.
         last: The plan of an earlier run of this strategy; used again for the same model and batch.
+        optimizer: The run's, to be measured; None where unknown.
+        optimizer_copies: State values that it keeps per parameter.
+        show_progress: Whether rank 0 draws a bar while devices and links are measured.
 
     Raises:
         PlanError: The user's plan belongs to another model.
@@ -56,13 +67,22 @@ def choose_plans(
     """
     if options.plan is not None:
         options.plan.check_graph(traced.graph)
-        return (options.plan,)
+        return (options.plan,), options.profile
     fingerprint = traced.graph.fingerprint
     if last is not None and (last.graph_fingerprint, last.batch_size) == (fingerprint, captured.batch_size):
-        return (last,)
+        return (last,), None
     cluster = options.cluster or find_cluster(exchange, engine.device)
-    measure = partial(_measure, engine, exchange, traced, captured, context, cluster)
-    profile = options.profile or _profile(engine, exchange, traced, cluster, measure)
+    sharing = None
+    may_share = options.merge != "never" if options.split is None else bool(options.split.teams)
+    if options.profile is None and may_share:
+        args, kwargs = captured.arguments(torch.device("cpu"))
+        with context():
+            sharing = sharing_of(traced, traced.bind(args, kwargs), len(cluster.devices))
+    measure = partial(
+        _measure, engine, exchange, traced, captured, context, cluster, optimizer, sharing is not None
+    )
+    with MeasuringBar(shown=show_progress and exchange.leads) as bar:
+        profile = options.profile or _profile(engine, exchange, traced, cluster, sharing, measure, bar)
     if profile.graph.fingerprint != fingerprint:
         raise PlanError(
             f"the profile is of another model (fingerprint {profile.graph.fingerprint}, this one has "
@@ -71,7 +91,7 @@ def choose_plans(
     module = traced.module
 
     def make() -> list[str]:
-        plan = _make(options, profile, cluster, captured.batch_size)
+        plan = _make(options, profile, cluster, captured.batch_size, optimizer_copies)
         return [each.to_json() for each in (plan, *_rivals(options, profile, plan, module))]
 
     plans = tuple(map(Plan.from_json, exchange.lead(make)))
@@ -79,18 +99,27 @@ def choose_plans(
         options.run_dir.mkdir(parents=True, exist_ok=True)
         plans[0].save(options.run_dir / "plan.json")
         profile.save(options.run_dir / "profile.json")
-    return plans
+    return plans, profile
 
 
 def _profile(
-    engine: Engine, exchange: Exchange, traced: Traced, cluster: Cluster, measure: Callable[[], DeviceProfile]
+    engine: Engine,
+    exchange: Exchange,
+    traced: Traced,
+    cluster: Cluster,
+    sharing: Sharing | None,
+    measure: Callable[[MeasuringBar], DeviceProfile],
+    bar: MeasuringBar,
 ) -> Profile:
     """What every rank measured of its own device, now or in an earlier run, and the links between them."""
+    devices = tuple(exchange.agree(partial(measure, bar)))
+    bar.advance("measuring the links", 0, None)
     return Profile(
         traced.graph,
-        tuple(exchange.agree(measure)),
+        devices,
         links=engine.measure_links(cluster),
         environment={"torch": torch.__version__, "processor": processor_name()},
+        sharing=sharing,
     )
 
 
@@ -101,22 +130,35 @@ def _measure(
     captured: Captured,
     context: Context,
     cluster: Cluster,
+    optimizer: Optimizer | None,
+    shares: bool,
+    bar: MeasuringBar,
 ) -> DeviceProfile:
     """This rank's device; the whole module is on it meanwhile."""
     device = cluster.devices[exchange.rank]
+    what = f"measuring {len(traced.graph)} layers on {device.name}: micro-batch sizes"
+
+    def advance(done: int, total: int) -> None:
+        waits = done == total and exchange.world_size > 1
+        bar.advance("waiting for the other devices" if waits else what, done, total)
+
     if exchange.leads:
         log.info("measuring %d layers on %d devices", len(traced.graph), len(cluster.devices))
     args, kwargs = captured.arguments(engine.device)
     traced.module.to(engine.device)
+    inputs = traced.bind(args, kwargs)
     with _training(traced.module), paused_statistics(traced.module):
         return profile_device(
             traced,
-            traced.bind(args, kwargs),
+            inputs,
             tabulated_sizes(captured.batch_size),
             device,
             section=Emulator(device).section,
             context=context,
-            settings=f"allocator tuned: {tune_allocator()}",
+            optimizer=optimizer,
+            settings=allocator_for(device),
+            progress=advance,
+            shares=measuring_shares(traced, inputs, context) if shares else None,
         )
 
 
@@ -133,7 +175,9 @@ def _training(module: nn.Module) -> Iterator[None]:
             each.training = mode
 
 
-def _make(options: Options, profile: Profile, cluster: Cluster, batch_size: int) -> Plan:
+def _make(
+    options: Options, profile: Profile, cluster: Cluster, batch_size: int, optimizer_copies: float
+) -> Plan:
     plan = make_plan(
         profile,
         cluster,
@@ -143,6 +187,8 @@ def _make(options: Options, profile: Profile, cluster: Cluster, batch_size: int)
         even="layers" if options.split is not None and options.split.cuts is None else False,
         cuts=None if options.split is None else options.split.cuts,
         device_order=None if options.split is None else options.split.devices,
+        merge=options.merge if options.split is None or not options.split.teams else options.split.teams,
+        optimizer_copies=optimizer_copies,
         pinned_last=None if _is_movable(cluster) else cluster.devices[0].name,
     )
     # A process cannot become another machine: where devices are real, rank i stays device i.

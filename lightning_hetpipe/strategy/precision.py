@@ -1,8 +1,7 @@
 """Precision plugins on a pipeline: which work, their contexts on every stage, and one loss scale for all."""
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,19 +61,6 @@ def check_optimizers(plugin: Any, optimizers: Iterable[Optimizer]) -> None:
                 f"{type(optimizer).__name__}(fused=True) unscales its own gradients, so ranks would disagree "
                 "on skipping a step: use fused=False, or bf16-mixed"
             )
-
-
-def compute_context(
-    plugin: Any, kind: Literal["train", "val", "test", "predict"]
-) -> Callable[[], AbstractContextManager[None]]:
-    """What every stage enters around its own forward and backward: autocast does not cross processes."""
-    contexts: dict[str, Callable[[], AbstractContextManager[None]]] = {
-        "train": plugin.train_step_context,
-        "val": plugin.val_step_context,
-        "test": plugin.test_step_context,
-        "predict": plugin.predict_step_context,
-    }
-    return contexts[kind]
 
 
 class PipelineGradScaler(torch.amp.GradScaler):

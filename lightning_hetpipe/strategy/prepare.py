@@ -9,7 +9,7 @@ all      keep own tensors, build own stage
 import gc
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from lightning_hetpipe.engine.runtime import SharedGradients
 from lightning_hetpipe.engine.session import Engine, MakeSchedule
 from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.plans import Plan
+from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.schedule.action import Schedule
 from lightning_hetpipe.stage.norm import convert_norm, small_batch_advice
 from lightning_hetpipe.strategy import hooks, norms
@@ -27,8 +28,9 @@ from lightning_hetpipe.strategy.capture import Capture, Captured
 from lightning_hetpipe.strategy.clipping import install_clipping, warn_of_own_clipping
 from lightning_hetpipe.strategy.devices import refuse_autocast_across_kinds
 from lightning_hetpipe.strategy.exchange import Exchange
-from lightning_hetpipe.strategy.groups import Groups, OwnPart, build, make_groups
+from lightning_hetpipe.strategy.groups import Groups, OwnPart, build, check_samples, make_groups
 from lightning_hetpipe.strategy.mirror import keep_local
+from lightning_hetpipe.strategy.optimizer import optimizer_of, state_copies
 from lightning_hetpipe.strategy.options import Options
 from lightning_hetpipe.strategy.partition import (
     OwnerMap,
@@ -39,11 +41,11 @@ from lightning_hetpipe.strategy.partition import (
     slots,
 )
 from lightning_hetpipe.strategy.pipeline import Pipeline
-from lightning_hetpipe.strategy.pipelined import find_pipelined
+from lightning_hetpipe.strategy.pipelined import find_pipelined, refuse_one_layer
 from lightning_hetpipe.strategy.planning import choose_plans
 from lightning_hetpipe.strategy.precision import prepare_precision
 from lightning_hetpipe.strategy.refine import SEES, Refinement, sees_micro_batches
-from lightning_hetpipe.strategy.shards import cut, join
+from lightning_hetpipe.strategy.shards import join
 from lightning_hetpipe.strategy.steps import StandIn
 from lightning_hetpipe.tracing import TensorSpec, Traced, trace
 
@@ -59,6 +61,9 @@ class Run:
         callbacks: The Trainer's; they may keep copies of the module.
         precision: The Trainer's precision plugin.
         group: All ranks, for what the weights need; None where there is one rank.
+        show_progress: Whether measuring draws a bar.
+        trains: Whether an optimizer will be made.
+        gradient_copies: 1 where the gradients of earlier batches stand beside those that are made; else 0.
     """
 
     module: Any
@@ -68,7 +73,10 @@ class Run:
     engine: Engine
     exchange: Exchange
     group: Any
+    trains: bool
+    gradient_copies: int
     is_overridden: Callable[[str, Any], bool]
+    show_progress: bool
 
 
 def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
@@ -81,23 +89,48 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
         HetPipeError: The module cannot be traced, no plan fits, or the plan is another model's.
     """
     name, pipelined = find_pipelined(run.module, run.options.module)
+    refuse_one_layer(run.module, name, pipelined)
     convert_norm(pipelined, run.options.norm)
     stand_in = StandIn(pipelined, _label(run.module, name))
     captured: Captured = run.exchange.lead(lambda: capture(stand_in))
     traced = _trace(run, pipelined, captured)
     context = run.precision.forward_context
-    plans = choose_plans(run.options, run.engine, run.exchange, traced, captured, context, plan)
+    optimizer = optimizer_of(run.module) if run.trains else None
+    copies = state_copies(optimizer, run.engine.device) + run.gradient_copies
+
+    def choose(options: Options, last: Plan | None) -> tuple[tuple[Plan, ...], Profile | None]:
+        return choose_plans(
+            options,
+            run.engine,
+            run.exchange,
+            traced,
+            captured,
+            context,
+            last,
+            optimizer,
+            copies,
+            show_progress=run.show_progress,
+        )
+
+    plans, profile = choose(run.options, plan)
     plan = plans[0]
     refuse_autocast_across_kinds(run.precision, plan.cluster)
-    groups = _groups(run, name, traced, plan, captured)
+    try:
+        groups = _groups(run, name, traced, plan, captured)
+    except PlanError as error:
+        if run.options.merge != "auto" or run.options.plan is not None or run.options.split is not None:
+            raise
+        rank_zero_info(f"the planner's groups cannot be: {error} Planning again with merge='never'.")
+        plans, profile = choose(replace(run.options, merge="never"), None)
+        plan = plans[0]
+        groups = _groups(run, name, traced, plan, captured)
     _say(run, pipelined, groups)
     run.engine.cluster = plan.cluster
     run.engine.emulator = Emulator(plan.cluster.devices[run.exchange.rank])
     owners = _owners(run.module, name, traced, groups)
-    copies = list(copies_of(run.module, run.callbacks))
-    for each in (run.module, *copies):
+    modules = (run.module, *copies_of(run.module, run.callbacks))
+    for each in modules:
         partition(each, owners, run.exchange.rank, run.group, run.engine.device)
-        cut(each, owners, run.exchange.rank)
     gc.collect()  # weights that went to other ranks are still in reference cycles
     prepare_precision(run.precision, run.engine.device, run.group)
     own, lists = _install(run, traced, groups, owners)
@@ -116,7 +149,7 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
             convert_norm(pipelined, "keep")
         run.engine.emulator.lift_memory_limit()
         if whole:
-            for each in (run.module, *copies):
+            for each in modules:
                 join(each, owners, run.exchange.rank, run.group)
                 gather(each, owners, run.exchange.rank, run.group)
 
@@ -134,6 +167,7 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
         commit=own.commit if run.options.norm == "deferred" else lambda: None,
         owners=owners,
         at_close=at_close,
+        profile=profile,
     )
     stand_in.install()
     hooks.install(run.module, pipeline.lead_hook, run.is_overridden)
@@ -202,7 +236,15 @@ def _groups(run: Run, name: str, traced: Traced, plan: Plan, captured: Captured)
                 f"{', '.join(stage.devices)} share its stage by channels: share it by samples, or leave "
                 f"{plan.cluster.devices[0].name} out of the group"
             )
-    return make_groups(plan, traced, example, tied | outside)
+    groups = make_groups(plan, traced, example, tied | outside)
+    if groups.indices("batch"):
+
+        def check() -> None:
+            with run.precision.forward_context():
+                check_samples(groups, traced, traced.bind(args, kwargs))
+
+        run.exchange.lead(check)
+    return groups
 
 
 def _owners(module: Any, name: str, traced: Traced, groups: Groups) -> OwnerMap:

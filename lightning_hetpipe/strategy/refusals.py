@@ -56,9 +56,12 @@ def refuse_callbacks(callbacks: list[Any]) -> None:
                 )
 
 
+# Optimizers by class name in lower case: several packages have one of each.
 _WHOLE_TENSORS = {
-    "Adafactor": "it scales by rows, columns and norms of whole weights",
-    "Muon": "it orthogonalises whole weights",
+    "adafactor": "it scales by rows, columns and norms of whole weights",
+    "muon": "it orthogonalises whole weights",
+    "lamb": "it scales by norms of whole weights",
+    "lars": "it scales by norms of whole weights",
 }
 
 
@@ -79,9 +82,10 @@ def refuse_optimizers(optimizers: list[Any], *, shared_by_channels: bool = False
                     f"the optimizer {type(optimizer).__name__} cannot work in a pipeline: "
                     f"{_OPTIMIZERS[kind.__name__]}. Use a first-order optimizer such as AdamW or SGD."
                 )
-            if shared_by_channels and kind.__name__ in _WHOLE_TENSORS:
+            reason = _WHOLE_TENSORS.get(kind.__name__.lower())
+            if shared_by_channels and reason is not None:
                 raise UnsupportedError(
                     f"the optimizer {type(optimizer).__name__} cannot train weights that devices share by "
-                    f"channels: {_WHOLE_TENSORS[kind.__name__]}. Use an elementwise one such as AdamW or "
-                    "SGD, or share the stages by samples."
+                    f"channels: {reason}. Use an elementwise one such as AdamW or SGD, "
+                    "share the stages by samples, or say merge='never'."
                 )

@@ -1,7 +1,6 @@
-"""Tensors of which several ranks hold a part: cut, joined, saved and loaded.
+"""Tensors of which several ranks hold a part: joined, saved and loaded. (`partition` cuts them.)
 
-partition   whole on every member of the group ── cut ──►  its channels on each
-gather                                         ◄── join ──
+join        each member's part ──►  the whole on every member
 save        the first member has the whole, the others placeholders
 load        each cuts its part from the whole
 """
@@ -20,14 +19,11 @@ from lightning_hetpipe.strategy.partition import Group, OwnerMap, receive, send,
 _Path = tuple[Any, ...]
 
 
-def cut(module: nn.Module, owners: OwnerMap, rank: int) -> None:
-    """Leaves each member its part of what the group shares; every parameter stays the same object."""
-    for name, tensor in _shared(module, owners, rank):
-        tensor.data = owners.shards[name].cut(tensor.data, owners.of(name).index(rank))
-
-
 def join(module: nn.Module, owners: OwnerMap, rank: int, group: Group) -> None:
-    """Gives every member the whole tensors back; gradients are dropped. Collective over ``group``."""
+    """Gives every member the whole tensors back, on the CPU; gradients are dropped.
+
+    Collective over ``group``.
+    """
     for name, tensor in _shared(module, owners, rank):
         shard = tensor.detach()
         parts = []
@@ -40,7 +36,7 @@ def join(module: nn.Module, owners: OwnerMap, rank: int, group: Group) -> None:
             else:
                 parts.append(_receive_part(owners, name, shard, holder, group))
         tensor.grad = None
-        tensor.data = owners.shards[name].join(parts).to(tensor.device)
+        tensor.data = owners.shards[name].join(parts)  # no device may have room for it
 
 
 def consolidate(

@@ -1,9 +1,11 @@
 """The strategy's collectives: what Lightning and user code ask of all ranks at once."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.strategy.exchange import Exchange
 from lightning_hetpipe.strategy.saving import Saving
 
@@ -15,6 +17,7 @@ class Together(Saving):
     """
 
     _exchange: Exchange | None
+    _engine: Engine | None
 
     @property
     def exchange(self) -> Exchange:
@@ -52,10 +55,17 @@ class Together(Saving):
         with self.exchange.blaming():
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Clipping and loss scaling look at the gradients of all ranks."""
-        with self.exchange.blaming():
-            return super().optimizer_step(*args, **kwargs)
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Clipping and loss scaling look at the gradients of all ranks; the update takes its time on each."""
+        assert self._engine is not None
+        emulator = self._engine.emulator
+
+        def step() -> Any:
+            with emulator.waiting():
+                return closure()
+
+        with self.exchange.blaming(), emulator.section():
+            return super().optimizer_step(optimizer, step, *args, **kwargs)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._alone:

@@ -1,7 +1,7 @@
 """Groups operations into layers, and names what passes between them."""
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx
@@ -100,6 +100,35 @@ def make_values(
         if consumers or node in outputs or producer == READER:
             values[node] = Value(node.meta["name"], producer, consumers, 0.0, output=node in outputs)
     return values
+
+
+def keepers(
+    values: Mapping[fx.Node, Value], groups: list[list[fx.Node]], chain: Chain
+) -> tuple[dict[fx.Node, Value], list[float]]:
+    """Who keeps what for its backward, in the run that was watched.
+
+    Returns:
+        The values with the layers that keep them, and the bytes that each layer keeps besides.
+    """
+    layer_of = {node: index for index, nodes in enumerate(groups) for node in nodes}
+    named: dict[int, list[fx.Node]] = {}
+    for node in values:
+        if node in chain.storage:
+            named.setdefault(chain.storage[node], []).append(node)
+    found: dict[fx.Node, set[int]] = {node: set() for node in values}
+    saved = [0.0] * len(groups)
+    for memory, kept in chain.seen.kept.items():
+        layers = sorted({layer_of[node] for node in kept.nodes if node in layer_of})
+        covered = 0
+        for layer in layers:
+            made = [node for node in named.get(memory, ()) if values[node].producer <= layer]
+            if made:  # of several names for one memory, the youngest
+                name = max(made, key=lambda node: values[node].producer)
+                covered += 0 if found[name] else chain.seen.values[name].nbytes
+                found[name].add(layer)
+        if layers:
+            saved[layers[0]] += max(0, kept.size_bytes - covered)
+    return {node: replace(value, kept_by=tuple(sorted(found[node]))) for node, value in values.items()}, saved
 
 
 def tied_layers(uses: list[Use]) -> tuple[tuple[int, ...], ...]:

@@ -21,14 +21,25 @@ class Observation:
         values: Its result.
         mutated: The arguments whose memory it wrote to; nodes that wrote to none are left out.
         flops: Floating-point operations of its forward.
-        saved_bytes: What autograd keeps for its backward. A tensor that several nodes save counts at the
-            first; parameters and buffers do not count.
+        kept: What autograd keeps for backwards, by memory; parameters and buffers do not count.
     """
 
     values: dict[fx.Node, Any] = field(default_factory=dict)
     mutated: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
     flops: dict[fx.Node, float] = field(default_factory=dict)
-    saved_bytes: dict[fx.Node, float] = field(default_factory=dict)
+    kept: dict[int, "Kept"] = field(default_factory=dict)
+
+
+@dataclass
+class Kept:
+    """Memory that autograd keeps, and the nodes that it is kept for."""
+
+    storage: Any  # held, so that its key stays unique
+    nodes: list[fx.Node]
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.storage.nbytes())
 
 
 def observe(
@@ -37,28 +48,26 @@ def observe(
     """Runs the whole graph once."""
     seen = Observation()
     counter = FlopCounterMode(display=False)
-    kept: dict[int, Any] = {}  # by memory; the storage is held so that its key stays unique
-    saving = 0.0
+    owned: dict[int, Any] = {}
+    running: list[fx.Node] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        nonlocal saving
         storage = tensor.untyped_storage()
-        if storage._cdata not in kept:
-            kept[storage._cdata] = storage
-            saving += storage.nbytes()
+        if storage._cdata not in owned:
+            nodes = seen.kept.setdefault(storage._cdata, Kept(storage, [])).nodes
+            nodes += [node for node in running if node not in nodes]
         return tensor
 
     def watch(node: fx.Node, env: dict[fx.Node, Any], run: Callable[[], Any]) -> Any:
-        nonlocal saving
-        if not kept:
-            for owned in (*root.parameters(), *root.buffers()):
-                kept[owned.untyped_storage()._cdata] = owned.untyped_storage()
+        if not owned:
+            for tensor in (*root.parameters(), *root.buffers()):
+                owned[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         tensors = [(argument, env[argument]) for argument in node.all_input_nodes]
         versions = [value._version if isinstance(value, Tensor) else 0 for _, value in tensors]
-        flops, saving = counter.get_total_flops(), 0.0
+        flops = counter.get_total_flops()
+        running[:] = [node]
         result = run()
         seen.flops[node] = counter.get_total_flops() - flops
-        seen.saved_bytes[node] = saving
         written = tuple(
             argument
             for (argument, value), version in zip(tensors, versions)

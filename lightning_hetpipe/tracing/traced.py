@@ -19,6 +19,7 @@ from lightning_hetpipe.tracing.layers import (
     Names,
     fingerprint_text,
     group,
+    keepers,
     make_layers,
     make_values,
     tied_layers,
@@ -63,17 +64,21 @@ class Traced:
         self._nodes = nodes
         self._returns = returns
         self._groups = group(chain)
+        for layer, held in enumerate(self._groups):
+            for node in held:
+                node.meta["layer"] = layer
         self._crossing = make_values(nodes, self._groups, outputs)
         self._cache: dict[object, dict[str, TensorSpec]] = {}
         layers, self._uses = make_layers(root, Names(root), self._groups)
         n_samples = batch_size(example)
+        self._crossing, saved = keepers(self._crossing, self._groups, chain)
         layers = [
             replace(
                 layer,
                 flops_per_sample=sum(map(chain.seen.flops.__getitem__, nodes)) / n_samples,
-                saved_bytes_per_sample=sum(map(chain.seen.saved_bytes.__getitem__, nodes)) / n_samples,
+                saved_bytes_per_sample=kept / n_samples,
             )
-            for layer, nodes in zip(layers, self._groups)
+            for layer, nodes, kept in zip(layers, self._groups, saved)
         ]
         self.graph = LayerGraph(
             layers=tuple(layers),
@@ -219,13 +224,6 @@ class Traced:
     def buffers_of(self, start: int, stop: int) -> set[str]:
         """Names of the buffers that a run of layers uses, likewise."""
         return {name for use in self._uses[start:stop] for name in use.buffers}
-
-    @property
-    def unused(self) -> set[str]:
-        """Names of the parameters and buffers that no layer uses."""
-        n_layers = len(self.graph)
-        known = {relative(name) for name in (*self._state.parameters, *self._state.buffers)}
-        return known - self.parameters_of(0, n_layers) - self.buffers_of(0, n_layers)
 
     def _move_constants(self, device: torch.device) -> None:
         for node in self._nodes.nodes:

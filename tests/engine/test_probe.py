@@ -1,4 +1,6 @@
+import itertools
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,11 @@ def measure(rank: int, store: Store, lab: Cluster, changes: dict[str, Any] | Non
     found = engine.measure_links()
     engine.close()
     return found
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HETPIPE_CACHE_DIR", str(tmp_path))
 
 
 def measured(lab: Cluster, changes: dict[str, Any] | None = None) -> dict[tuple[str, str], Link]:
@@ -81,6 +88,49 @@ def test_one_rank_has_no_links() -> None:
     engine = Engine(None, 0, 1, timeout_s=5)
     assert engine.measure_links() == ()
     engine.close()
+
+
+def refuse_to_measure(line: Any) -> probe.Sent:
+    raise AssertionError("measured again")
+
+
+SLOW, SLOWER = Link(20e-3, 1e6, emulated=True), Link(60e-3, 1e6, emulated=True)
+NOTHING_DECLARED = {"_key": lambda *_: {"lab": 1}}
+
+
+def test_links_that_were_measured_once_are_only_checked_by_later_runs() -> None:
+    first = measured(cluster(2, SLOW))
+    assert measured(cluster(2, SLOW), {"_send": refuse_to_measure}) == first
+
+
+def test_a_kept_link_that_became_slower_is_measured_again_though_nobody_declared_it() -> None:
+    measured(cluster(2, SLOW), NOTHING_DECLARED)
+    links = measured(cluster(2, SLOWER), NOTHING_DECLARED)
+    assert links["d0", "d1"].latency_s > 40e-3
+    assert measured(cluster(2, SLOWER), NOTHING_DECLARED | {"_send": refuse_to_measure}) == links
+
+
+def test_other_declared_figures_other_names_and_other_machines_are_other_links() -> None:
+    places = [probe.Place("machine", "clock", "network")] * 2
+
+    def key(lab: Cluster, where: list[probe.Place] = places) -> dict[str, object]:
+        return probe._key(lab, where, probe._classes(lab, where))
+
+    renamed = Cluster("lab", (Device("d0"), Device("e1")), (SLOW,))
+    moved = [places[0], probe.Place("machine started anew", "clock", "network")]
+    keys = [key(cluster(2, SLOW)), key(cluster(2, SLOWER)), key(renamed), key(cluster(2, SLOW), moved)]
+    assert all(one != other for one, other in itertools.combinations(keys, 2))
+    assert key(cluster(2, SLOW)) == keys[0]
+
+
+def test_a_broken_file_of_links_costs_a_measurement(tmp_path: Path) -> None:
+    first = measured(cluster(2, SLOW))
+    (path,) = tmp_path.glob("*.json")
+    whole = path.read_text()
+    path.write_text(whole[: len(whole) // 2])
+    again = measured(cluster(2, SLOW))
+    assert again["d0", "d1"].latency_s == pytest.approx(first["d0", "d1"].latency_s, rel=0.5)
+    assert len(path.read_text()) > len(whole) // 2
 
 
 def leave_out_one(rank: int, store: Store) -> str:

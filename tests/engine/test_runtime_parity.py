@@ -22,6 +22,16 @@ PLACES = {  # number of ranks, first layer of each stage, rank of each stage
 }
 
 
+# Some ranks hold several stages, not all equally many; two of them exchange in both directions.
+ROUNDS = {
+    "a b a b": (2, (0, 1, 2, 3), ((1,), (0,), (1,), (0,))),
+    "a b a": (2, (0, 1, 3), ((0,), (1,), (0,))),
+    "a b c a": (4, (0, 1, 2, 3), ((0,), (3,), (2,), (0,))),
+    "a b a c": (3, (0, 1, 2, 3), ((1,), (2,), (1,), (0,))),
+}
+PLACES |= ROUNDS
+
+
 def batch_of(n: int) -> torch.Tensor:
     return torch.randn(n, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
@@ -99,7 +109,7 @@ def agree(found: list[Any], sizes: tuple[int, ...], head: bool) -> None:
 
 @pytest.mark.parametrize("head", [False, True], ids=["", "head"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", PLACES.keys() - ROUNDS.keys())
 def test_losses_and_gradients_equal_one_device(place: str, schedule: str, head: bool) -> None:
     sizes = (2, 2, 2, 1)
     agree(values(outcomes(PLACES[place][0], train, place, schedule, sizes, head)), sizes, head)
@@ -108,6 +118,13 @@ def test_losses_and_gradients_equal_one_device(place: str, schedule: str, head: 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_fewer_micro_batches_than_stages_are_enough(schedule: str) -> None:
     agree(values(outcomes(4, train, "four ranks", schedule, (3, 2), True)), (3, 2), True)
+
+
+@pytest.mark.parametrize("head", [False, True], ids=["", "head"])
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 1), (3, 2)], ids=["ragged", "few"])
+@pytest.mark.parametrize("place", ROUNDS)
+def test_interleaved_stages_equal_one_device(place: str, sizes: tuple[int, ...], head: bool) -> None:
+    agree(values(outcomes(PLACES[place][0], train, place, "interleaved", sizes, head)), sizes, head)
 
 
 def test_the_measured_timeline_names_every_action_of_every_rank() -> None:

@@ -79,7 +79,7 @@ class Tied(nn.Module):
 def narrow_resnet() -> nn.Module:
     """ResNet-18's graph with a hundredth of its weights."""
     net = ResNet(BasicBlock, [2, 2, 2, 2], num_classes=CLASSES)
-    return _narrowed(net, 8)
+    return narrowed(net, 8)
 
 
 def narrow_vgg() -> nn.Module:
@@ -93,7 +93,7 @@ def narrow_vgg() -> nn.Module:
     return net
 
 
-def _narrowed(net: nn.Module, factor: int) -> nn.Module:
+def narrowed(net: nn.Module, factor: int) -> nn.Module:
     """Divides every channel count but the image's and the classes' by ``factor``."""
     for module in list(net.modules()):
         for name, child in module.named_children():
@@ -109,6 +109,8 @@ def _narrowed(net: nn.Module, factor: int) -> nn.Module:
                 )
             elif isinstance(child, nn.BatchNorm2d):
                 new = nn.BatchNorm2d(child.num_features // factor)
+            elif isinstance(child, nn.GroupNorm):
+                new = nn.GroupNorm(child.num_groups, child.num_channels // factor)
             elif isinstance(child, nn.Linear):
                 new = nn.Linear(child.in_features // factor, child.out_features)
             else:

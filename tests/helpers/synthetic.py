@@ -7,6 +7,7 @@ import numpy as np
 from lightning_hetpipe.cluster import Cluster, Device, Emulation, Link
 from lightning_hetpipe.graph import READER, Layer, LayerGraph, Value
 from lightning_hetpipe.profiles import DeviceProfile, Profile
+from lightning_hetpipe.sharing import SharedOperation, SharedWay, Sharing
 
 
 def make_graph(
@@ -53,6 +54,38 @@ def make_cluster(
         for i, (speed, limit) in enumerate(zip(speeds, limits))
     )
     return Cluster(name, devices, (Link(latency_s, bandwidth_bytes_per_s),))
+
+
+def make_sharing(graph: LayerGraph, *, most: int = 8, work: float = 1.0, **figures) -> Sharing:
+    """Every layer can be shared as a dense one: by its outputs, or by its inputs and a sum."""
+    operations = [
+        SharedOperation("x", -1, (), (_way("whole", (), "replicated"),), 0.0, 50.0, False, True, True)
+    ]
+    sizes = {value.producer: value.bytes_per_sample for value in graph.values}
+    for i in range(len(graph)):
+        name, before = f"v{i}", operations[-1].name
+        ways = (
+            _way("whole", ("replicated",), "replicated"),
+            _way("column", ("copied",), "sharded", most=most),
+            _way("row", ("sharded",), "replicated", forward=(("all_reduce", sizes[i]),), most=most),
+        )
+        operations.append(SharedOperation(name, i, (before,), ways, work, sizes[i], True, True, True))
+    end = SharedOperation(
+        "out",
+        -1,
+        (operations[-1].name,),
+        (_way("whole", ("replicated",), "replicated"),),
+        0.0,
+        0.0,
+        True,
+        False,
+        False,
+    )
+    return Sharing((*operations, end), most, **figures)
+
+
+def _way(name, inputs, output, *, forward=(), most=8) -> SharedWay:
+    return SharedWay(name, inputs, output, name != "whole", forward, (), most)
 
 
 def make_profile(

@@ -1,6 +1,7 @@
 """Devices that share a stage train as one device does, in double precision.
 
-A run of the suite covers each pair of settings at least once; ``HETPIPE_PARITY=all`` runs the product.
+A run of the suite covers each pair of settings at least once; ``HETPIPE_PARITY=all`` runs the product, with
+all of torchvision's networks that `tests.stage.test_group_parity` tries without processes.
 """
 
 import itertools
@@ -20,13 +21,14 @@ from lightning_hetpipe.tracing import trace
 from tests.helpers.models import Classifier, build, loader
 from tests.helpers.parity import Recorder, assert_equal, one_device, pairwise_cover
 from tests.helpers.ranks import run_ranks
+from tests.helpers.zoo import ZOO, network, pictures
 from tests.stage.parity import free_communication
 
 ALL = os.environ.get("HETPIPE_PARITY") == "all"
-MODELS = ("resnet18", "vgg11_bn", "encoder")
+MODELS = ("encoder", *ZOO) if ALL else ("encoder", "resnet18", "vgg11_bn")
 SPLITS: tuple[Split, ...] = ("channel", "batch")
 POSITIONS = ("first", "middle", "last")
-SHARES = ((1, 1), (5, 2, 1))
+SHARES = ((1, 1), (7, 1), (5, 2, 1))
 SCHEDULES = ("gpipe", "1f1b")
 PRODUCT = list(itertools.product(MODELS, SPLITS, POSITIONS, SHARES, SCHEDULES))
 CASES = PRODUCT if ALL else list(pairwise_cover(PRODUCT))
@@ -91,6 +93,16 @@ def run(plan: Plan, module: pl.LightningModule, data: Any, folder: Path, **optio
     return trainer
 
 
+def made(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """A network in double precision, and what it is trained with."""
+    if name in ZOO:
+        net = network(name)
+        x, y = pictures(name)(SAMPLES)
+        return net, (x.double(), y)
+    net, data = build(name)
+    return net, data(SAMPLES)
+
+
 @pytest.mark.timeout(600 if ALL else 180)
 @pytest.mark.parametrize(("name", "split", "position", "shares", "schedule"), CASES + TIED)
 def test_a_shared_stage_trains_as_one_device(
@@ -102,8 +114,7 @@ def test_a_shared_stage_trains_as_one_device(
     tmp_path: Path,
     free_links: None,
 ) -> None:
-    net, data = build(name)
-    samples = data(SAMPLES)
+    net, samples = made(name)
     plan = shared_plan(net, samples[0][:MICRO_BATCH], split, position, shares, schedule)
     batches = list(zip(samples[0].split(BATCH), samples[1].split(BATCH)))
     ((losses, gradients, expected_state),) = run_ranks(

@@ -56,12 +56,37 @@ def fits_by_hand(chain, starts, order, period) -> bool:
         for t, hop in zip(reversed(seconds[:-1]), reversed(hops)):
             counts.insert(0, min(m, counts[0] + max(1, int(np.ceil((t + hop) / period - 1e-9)))))
     for choice, i, j, k in zip(order, starts, stops, counts):
-        need = memory.weights[j] - memory.weights[i]
-        need += k * (memory.saved[j] - memory.saved[i] + memory.out[j])
-        need += memory.message_in[i] + memory.message_out[j] + (memory.last_extra if j == n else 0)
+        if k >= m:
+            need = memory.every[choice, i, j]
+        else:
+            filled = memory.fill[choice, i, j] + k * (memory.kept[i, j] + memory.sent[i, j])
+            need = max(memory.steady[choice, i, j] + k * memory.kept[i, j], filled)
+            need = max(need, memory.optimizer[choice, i, j])
         if need > memory.limit[choice]:
             return False
     return True
+
+
+def tables(rng, n: int, n_choices: int, m: int) -> MemoryTables:
+    """Random needs that grow with the layers and with what is in flight."""
+    weights, saved = (np.append(0, rng.uniform(0, most, n).cumsum()) for most in (2, 1))
+    kept = saved[None, :] - saved[:, None] + np.append(rng.uniform(0, 0.5, n), 0)[None, :]
+    sent = np.broadcast_to(np.append(rng.uniform(0, 0.3, n), 0)[None, :], kept.shape)
+    state = (weights[None, :] - weights[:, None])[None] * rng.uniform(0.9, 1.1, n_choices)[:, None, None]
+    steady = state + rng.uniform(0, 0.5, (n + 1, 1)) + rng.uniform(0, 0.5, (1, n + 1))
+    steady[:, :, -1] += rng.uniform(0, 1)
+    return MemoryTables(
+        every=np.maximum(steady + m * kept, 0.8 * state + m * (kept + sent)),
+        steady=steady,
+        fill=0.8 * state,
+        optimizer=1.1 * state,
+        kept=kept,
+        sent=sent,
+        n_micro_batches=m,
+        limit=rng.uniform(1, 12, n_choices),
+        grows=weights + m * saved,
+        crosses=np.zeros((3, n + 1)),
+    )
 
 
 @st.composite
@@ -79,17 +104,9 @@ def chains(draw) -> Chain:
     seconds = np.concatenate([np.zeros((n_choices, 1)), layers.cumsum(axis=1)], axis=1)
     hop = rng.uniform(0, draw(st.sampled_from([0.0, 0.5, 4.0])), (n_choices, n_choices, n + 1))
     hop[:, :, [0, -1]] = 0
-    memory = None
+    memory, m = None, draw(st.sampled_from([1, 2, 4, 8, 16]))
     if draw(st.booleans()):
-        memory = MemoryTables(
-            weights=np.append(0, rng.uniform(0, 2, n).cumsum()),
-            saved=np.append(0, rng.uniform(0, 1, n).cumsum()),
-            out=np.append(rng.uniform(0, 0.5, n), 0),
-            message_in=np.append(rng.uniform(0, 0.5, n), 0),
-            message_out=np.append(rng.uniform(0, 0.5, n), 0),
-            limit=rng.uniform(1, 12, n_choices),
-            last_extra=float(rng.uniform(0, 1)),
-        )
+        memory = tables(rng, n, n_choices, m)
     pinned = draw(st.booleans())
     last_s = np.full(n_choices, rng.uniform(0, 1))
     inner = np.ones(n_choices, dtype=bool)
@@ -108,7 +125,7 @@ def chains(draw) -> Chain:
         occupied_s=hop * rng.uniform(0.3, 0.9),
         uses=uses,
         available=available,
-        n_micro_batches=draw(st.sampled_from([1, 2, 4, 8, 16])),
+        n_micro_batches=m,
         last_s=last_s,
         inner=inner,
         memory=memory,

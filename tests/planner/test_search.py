@@ -127,10 +127,9 @@ def test_memory_limits_hold_in_the_plan_and_cut_what_is_in_flight() -> None:
 
 def test_nothing_fits_lists_numbered_remedies_with_todays_values() -> None:
     profile, cluster = problem(cluster={"memory_bytes": [300_000] * 4})
-    with pytest.raises(InfeasibleError) as caught:
+    with pytest.raises(InfeasibleError, match="a batch of 32 fits cluster 'synthetic'") as caught:
         make_plan(profile, cluster, 32, schedule="gpipe", stages=2)
     text = str(caught.value)
-    assert "a batch of 32 fits cluster 'synthetic'" in text
     for remedy in ("1. more memory", "2. an optimizer", "3. a smaller batch", "2 now", "schedule 1f1b"):
         assert remedy in text
 
@@ -176,7 +175,7 @@ def test_devices_with_links_of_their_own_are_told_apart() -> None:
     slow = dataclasses.replace(link, bandwidth_bytes_per_s=1e5)
     links = (link, dataclasses.replace(slow, source="d1"), dataclasses.replace(slow, target="d1"))
     plan = make_plan(profile, dataclasses.replace(cluster, links=links), 16, baselines=False)
-    assert sorted(devices(plan)) == ["d0", "d2"]
+    assert set(devices(plan)) == {"d0", "d2"}
 
 
 def test_the_bound_is_the_sum_of_what_each_device_reaches_alone() -> None:
@@ -236,8 +235,9 @@ def test_a_profile_of_other_numbers_has_another_hash() -> None:
 def test_the_readers_batch_counts_in_the_last_stages_memory() -> None:
     graph = make_graph(1, parameter_bytes=1000, saved=100.0)
     profile = make_profile(graph, [1.0])
-    # Parameter, gradient and two states; one slice's activations, its received input, and the whole batch.
-    need = 4 * 1000 + 2 * 100 + 2 * 50 + 8 * 50
+    # Parameter, gradient and two states; a slice's activations and output; the gradient that its backward
+    # makes; two inputs ahead of their turn; the whole batch.
+    need = 4 * 1000 + 2 * 100 + 2 * 10 + 1000 + 2 * 2 * 50 + 8 * 50
     options = {"micro_batch": 2, "schedule": "1f1b", "baselines": False}
     plan = make_plan(profile, make_cluster([1.0], memory_bytes=[need]), 8, **options)
     assert plan.prediction.memory_bytes == (need,)

@@ -1,16 +1,17 @@
 import json
 import logging
+import math
 import multiprocessing
 import resource
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from lightning_hetpipe.cluster import Device, Emulation
 from lightning_hetpipe.profiles import DeviceProfile
-from lightning_hetpipe.profiling import cache
+from lightning_hetpipe.profiling import cache, kept
 from lightning_hetpipe.profiling.cache import ProfileKey, cached_device_profile
 
 KEY = ProfileKey(
@@ -35,7 +36,7 @@ def refuse() -> DeviceProfile:
 
 @pytest.fixture(autouse=True)
 def only_this_directory_and_warnings(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv(cache.DIRECTORY, str(tmp_path))
+    monkeypatch.setenv(kept.DIRECTORY, str(tmp_path))
     caplog.set_level(logging.WARNING, "lightning_hetpipe")
 
 
@@ -87,7 +88,7 @@ def test_another_way_of_measuring_measures_again(tmp_path, monkeypatch):
 
 def test_the_environment_names_the_directory_and_an_argument_overrules_it(tmp_path, monkeypatch):
     named, given = tmp_path / "named", tmp_path / "given"
-    monkeypatch.setenv(cache.DIRECTORY, str(named))
+    monkeypatch.setenv(kept.DIRECTORY, str(named))
     cached_device_profile(KEY, lambda: figures(0.1))
     cached_device_profile(KEY, lambda: figures(0.2), given)
     assert kept_file(named) != kept_file(given)
@@ -96,7 +97,7 @@ def test_the_environment_names_the_directory_and_an_argument_overrules_it(tmp_pa
 
 
 def test_without_both_profiles_are_kept_in_the_users_cache_directory(tmp_path, monkeypatch):
-    monkeypatch.delenv(cache.DIRECTORY)
+    monkeypatch.delenv(kept.DIRECTORY)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     cached_device_profile(KEY, lambda: figures(0.1))
     assert list(tmp_path.glob("home/**/*.json"))
@@ -116,7 +117,11 @@ def signed_again(path: Path, **changes: object) -> str:
     """A file whose hash is right though its content is not ours."""
     data = json.loads(path.read_text()) | changes
     del data["hash"]
-    return json.dumps(data | {"hash": cache._hash(cache._canonical(data))})
+    return json.dumps(data | {"hash": kept.hash_of(kept.canonical(data))})
+
+
+def entry_with(**changes: object) -> dict[str, object]:
+    return {"reference_s": 0.0, "profile": asdict(figures(0.1)) | changes}
 
 
 DAMAGE = {
@@ -125,7 +130,7 @@ DAMAGE = {
     "not JSON": lambda path: "seconds: 3",
     "another JSON": lambda path: "[1, 2]",
     "deeply nested": lambda path: "[" * 200_000,
-    "another format": lambda path: edited(path, format=cache.FORMAT + 1),
+    "another format": lambda path: edited(path, format=kept.FORMAT + 1),
     "another key": lambda path: edited(path, key=replace(KEY, graph="xyz").text),
     "another key, signed": lambda path: signed_again(path, key=replace(KEY, graph="xyz").text),
     "other figures": with_faster_figures,
@@ -133,6 +138,10 @@ DAMAGE = {
         path, entries=[{"reference_s": 0.0, "profile": {"a": 1}}]
     ),
     "no entries, signed": lambda path: signed_again(path, entries=None),
+    "NaN, signed": lambda path: signed_again(path, entries=[entry_with(forward_s=((math.nan, 1), (1, 1)))]),
+    "negative, signed": lambda path: signed_again(path, entries=[entry_with(spread=-0.1)]),
+    "text for numbers, signed": lambda path: signed_again(path, entries=[entry_with(peak_bytes="12")]),
+    "a NaN pace, signed": lambda path: signed_again(path, entries=[entry_with() | {"reference_s": math.nan}]),
 }
 
 
@@ -153,11 +162,32 @@ def test_bytes_that_are_no_text_cost_one_line_and_a_new_measurement(tmp_path, ca
     assert len(caplog.messages) == 1
 
 
+def test_a_folder_in_the_place_of_a_file_costs_a_measurement_at_every_run_and_says_so(tmp_path, caplog):
+    (tmp_path / f"{kept.hash_of(KEY.text)}.json").mkdir()
+    assert cached_device_profile(KEY, lambda: figures(0.3), tmp_path) == figures(0.3)
+    assert "measuring left again" in caplog.messages[0]
+    assert "not kept for the next run" in caplog.messages[1]
+
+
+def test_a_file_that_may_not_be_read_costs_one_line_and_a_new_measurement(tmp_path, monkeypatch, caplog):
+    cached_device_profile(KEY, lambda: figures(0.1), tmp_path)
+    read = Path.read_text
+
+    def refuse_to_read(path: Path, **options: str) -> str:
+        if path == kept_file(tmp_path):
+            raise PermissionError(13, "Permission denied")
+        return read(path, **options)
+
+    monkeypatch.setattr(Path, "read_text", refuse_to_read)  # the superuser may read any real file
+    assert cached_device_profile(KEY, lambda: figures(0.3), tmp_path) == figures(0.3)
+    assert ["Permission denied" in message for message in caplog.messages] == [True]
+
+
 def test_the_file_of_another_key_under_this_keys_name_is_not_used(tmp_path, caplog):
     other = replace(KEY, graph="xyz")
     cached_device_profile(other, lambda: figures(0.1), tmp_path)
     foreign = kept_file(tmp_path)
-    foreign.rename(tmp_path / f"{cache._hash(KEY.text)}.json")
+    foreign.rename(tmp_path / f"{kept.hash_of(KEY.text)}.json")
     assert cached_device_profile(KEY, lambda: figures(0.3), tmp_path) == figures(0.3)
     assert "under another key" in caplog.messages[0]
 
@@ -211,7 +241,7 @@ def test_a_directory_that_cannot_be_written_to_still_gives_what_it_keeps(tmp_pat
     def refuse_to_write(*args: object, **kwargs: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(cache, "FileLock", refuse_to_write)
+    monkeypatch.setattr(kept, "FileLock", refuse_to_write)
     assert cached_device_profile(KEY, refuse, tmp_path) == figures(0.1)
     other = replace(KEY, graph="xyz")
     assert cached_device_profile(other, lambda: figures(0.2), tmp_path) == figures(0.2)
@@ -276,10 +306,10 @@ def test_processes_that_write_the_same_files_never_meet_a_broken_one(tmp_path):
     deadline = time.monotonic() + 30
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         for path in tmp_path.glob("*.json"):
-            assert json.loads(path.read_text())["format"] == cache.FORMAT
+            assert json.loads(path.read_text())["format"] == kept.FORMAT
     for process in processes:
         process.join(5)
         assert process.exitcode == 0
-    kept = [len(json.loads(path.read_text())["entries"]) for path in tmp_path.glob("*.json")]
-    assert len(kept) == 3
-    assert sum(kept) == len({(n % 3, n % 10) for n in range(27)})
+    counts = [len(json.loads(path.read_text())["entries"]) for path in tmp_path.glob("*.json")]
+    assert len(counts) == 3
+    assert sum(counts) == len({(n % 3, n % 10) for n in range(27)})

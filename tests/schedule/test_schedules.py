@@ -137,7 +137,7 @@ def edited(edit) -> str:
     schedule = three()
     rows = [list(row) for row in schedule.actions]
     edit(rows)
-    with pytest.raises(ScheduleError) as caught:
+    with pytest.raises(ScheduleError, match=schedule.name) as caught:
         validate(dataclasses.replace(schedule, actions=tuple(map(tuple, rows))), CHAIN3, in_flight=(3, 2, 1))
     return str(caught.value)
 
@@ -212,4 +212,70 @@ def test_the_last_stage_must_be_on_rank_0() -> None:
             n_micro_batches=1,
             in_flight=(1, 1),
             routes=(route(0, 1),),
+        )
+
+
+def rounds(ranks=(1, 0, 1, 0), n_ranks=2, *, m=4, in_flight=(4, 3, 3, 2), **options):
+    chain = (route(-1, 0), *(route(i, i + 1) for i in range(len(ranks) - 1)))
+    made = make_schedule(
+        "interleaved",
+        ranks_of_stage=tuple((rank,) for rank in ranks),
+        n_ranks=n_ranks,
+        n_micro_batches=m,
+        in_flight=in_flight,
+        routes=chain,
+        **options,
+    )
+    return made, chain
+
+
+def test_interleaved_is_the_schedule_of_its_picture() -> None:
+    made, chain = rounds(in_flight=(4, 4, 3, 2))
+    assert grid(made, chain, width=21) == drawn("""
+        rank 0  rF0 rF1 rF2 rF3 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 rB0 ...
+        rank 1    . 0F0 0F1   .   . 2F0 2F1 0F2 0F3 2B0 2B1 2F2 0B0 2F3 0B1   . 2B2   . 2B3 0B2 0B3 ...
+    """)
+
+
+def test_the_last_of_interleaved_stages_follows_each_forward_by_its_backward() -> None:
+    made, _ = rounds(m=8)
+    row = [str(action) for action in made.actions[0] if action.kind.is_compute and action.stage >= 0]
+    assert all(row[row.index(f"3F{m}") + 1] == f"3B{m}" for m in range(8))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_interleaved_runs_to_its_end_for_any_places_and_limits(data) -> None:
+    n_ranks = data.draw(st.integers(2, 4))
+    ranks = [data.draw(st.integers(0, n_ranks - 1))]
+    for _ in range(data.draw(st.integers(1, 7))):
+        ranks.append(data.draw(st.integers(0, n_ranks - 1).filter(lambda rank: rank != ranks[-1])))
+    if ranks[-1] != 0:
+        ranks.append(0)
+    limits = tuple(data.draw(st.integers(1, 5)) for _ in ranks)
+    training = data.draw(st.booleans())
+    made, chain = rounds(
+        tuple(ranks), n_ranks, m=data.draw(st.integers(1, 9)), in_flight=limits, training=training
+    )
+    validate(made, chain, in_flight=limits if training else None)
+
+
+def test_what_cannot_interleave_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="interleaved stages cannot be shared"):
+        make_schedule(
+            "interleaved",
+            ranks_of_stage=((1, 2), (0,)),
+            n_ranks=3,
+            n_micro_batches=2,
+            in_flight=(2, 1),
+            routes=(),
+        )
+    with pytest.raises(ScheduleError, match="the schedule must be interleaved"):
+        make_schedule(
+            "1f1b",
+            ranks_of_stage=((0,), (1,), (0,)),
+            n_ranks=2,
+            n_micro_batches=2,
+            in_flight=(1, 1, 1),
+            routes=(),
         )

@@ -1,5 +1,7 @@
 """Every communication function and its backward are adjoint, for unequal and empty intervals."""
 
+import inspect
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -97,6 +99,18 @@ def _values(rank: int) -> dict[str, float]:
                 errors.get(name, 0.0), float((found - wanted).abs().max()) if wanted.numel() else 0.0
             )
     return errors
+
+
+def test_every_function_that_autograd_differentiates_is_tried():
+    public = {
+        name
+        for name, value in vars(collective).items()
+        if inspect.isfunction(value)
+        and value.__module__ == collective.__name__
+        and not name.startswith("_")
+        and "no gradient" not in str(value.__doc__)
+    }
+    assert public == set(FUNCTIONS)
 
 
 @pytest.mark.parametrize("n", [2, 3])

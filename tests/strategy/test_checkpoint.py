@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hetpipe.errors import RankFailedError, UnsupportedError
+from lightning_hetpipe.errors import CheckpointError, RankFailedError, UnsupportedError
 from lightning_hetpipe.strategy.checkpoint import (
     AtomicCheckpointIO,
     load_model_state,
@@ -190,9 +190,9 @@ def test_optimizer_state_of_other_shapes_or_groups_is_refused():
     train(model, optimizer, 1)
     state = copy.deepcopy(optimizer.state_dict())
     model[0].weight.data = torch.empty(3, 4)
-    with pytest.raises(ValueError, match=r"momentum_buffer of parameter 0 has shape \[4, 4\].*has \[3, 4\]"):
+    with pytest.raises(CheckpointError, match=r"of parameter 0 has shape \[4, 4\].*has \[3, 4\]"):
         load_optimizer_state(optimizer, state)
-    with pytest.raises(ValueError, match=r"groups of \[6\] parameters, this one of \[2, 4\]"):
+    with pytest.raises(CheckpointError, match=r"groups of \[6\] parameters, this one of \[2, 4\]"):
         load_optimizer_state(OPTIMIZERS["sgd"](groups(build())), state)
 
 
@@ -229,7 +229,7 @@ def test_the_file_loads_with_weights_only_and_holds_no_placeholder(tmp_path):
 
 
 def _save_where_rank_0_cannot(rank: int, path: Path) -> str:
-    with pytest.raises((RankFailedError, OSError)) as caught:
+    with pytest.raises((RankFailedError, OSError), match=r"rank 0 failed|exists|Not a directory") as caught:
         _save(rank, path)
     return f"{type(caught.value).__name__} {caught.value}"
 

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
+from lightning_hetpipe.stage.consolidate import Placement
+from lightning_hetpipe.stage.layout import Sharding
 from lightning_hetpipe.strategy.clipping import (
     clip_grad_norm,
     install_clipping,
@@ -66,6 +68,32 @@ def _rank_without_gradients(rank: int) -> float:
 
 def test_a_rank_without_gradients_takes_part():
     assert run_ranks(2, _rank_without_gradients) == [5.0, 5.0]
+
+
+def _cut_norm(rank: int) -> tuple[float, float]:
+    """Three ranks share the first layer's weight by rows, have its bias whole, and rank 2 the rest."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).double()
+    give_gradients(model)
+    expected = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    cut = Placement(Sharding(0, (0, 2, 3, 4)))
+    owners = OwnerMap(
+        {"0.weight": (1, 2, 0), "0.bias": (1, 2, 0), "1.weight": (2,), "1.bias": (2,)}, {"0.weight": cut}
+    )
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    partition(model, owners, rank, dist.group.WORLD)
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            whole = gradients[name]
+            parameter.grad = cut.cut(whole, owners.of(name).index(rank)) if name in owners.shards else whole
+    borrowed = borrowed_parameters(model, owners, rank)
+    return float(clip_grad_norm(model.parameters(), 1.0, dist.group.WORLD, borrowed)), expected
+
+
+def test_the_norm_takes_each_part_of_a_cut_weight_and_a_weight_that_all_hold_once():
+    for norm, expected in run_ranks(3, _cut_norm):
+        assert norm == pytest.approx(expected, rel=1e-12)
 
 
 def _plugin(rank: int) -> list[float]:

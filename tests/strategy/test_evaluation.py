@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
 
 import lightning_hetpipe as hp
+from lightning_hetpipe.errors import StepError
 from tests.helpers.pipelines import QUIET, Classifier, Witness, hand_plan, loader, pipeline, trainer
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
@@ -311,3 +312,18 @@ def test_an_lstm_trains_over_two_ranks_as_on_one() -> None:
     trainer(max_epochs=1).fit(twin, loader(32))
     for name, value in twin.state_dict().items():
         torch.testing.assert_close(module.state_dict()[name], value, atol=1e-10, rtol=0)
+
+
+class _ReturnsWhatDoesNotPickle(Classifier):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]), lambda: None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "name": lambda: None}
+
+
+@pytest.mark.parametrize("run", ["predict", "fit"])
+def test_a_step_that_returns_what_cannot_be_pickled_is_told_so(run: str) -> None:
+    module = _module(_ReturnsWhatDoesNotPickle)
+    with pytest.raises(StepError, match=r"cannot be pickled: .*lambda.*\. Steps and hooks may return"):
+        getattr(trainer(pipeline(module, 2), 2), run)(module, loader(20))

@@ -17,7 +17,6 @@ from lightning_hetpipe.strategy.partition import OwnerMap, partition
 from lightning_hetpipe.strategy.precision import (
     PipelineGradScaler,
     check_optimizers,
-    compute_context,
     prepare_precision,
 )
 from tests.helpers.ranks import run_ranks
@@ -93,8 +92,8 @@ def test_a_stage_computes_in_the_precision_of_the_trainer(plugin, dtype):
     prepare_precision(plugin, CPU, None)
     layer = plugin.convert_module(nn.Linear(2, 2))
     partition(layer, OwnerMap({}), 0, None)
-    for kind in ("train", "val", "test", "predict"):
-        with compute_context(plugin, kind)():
+    for context in (plugin.train_step_context, plugin.val_step_context, plugin.predict_step_context):
+        with context():
             assert layer(torch.ones(1, 2, dtype=layer.weight.dtype)).dtype == dtype
 
 

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetpipe.cluster import Cluster, Device
 from lightning_hetpipe.errors import PlanError, UnsupportedError
@@ -263,3 +264,86 @@ def test_an_optimizer_of_whole_weights_is_refused_where_they_are_cut() -> None:
     with pytest.raises(Exception, match="cannot train weights that devices share by channels") as caught:
         fit(made(Factored), "channels first")
     assert UnsupportedError.__name__ in str(caught.value) or isinstance(caught.value, UnsupportedError)
+
+
+def refused(net: nn.Module, first: int, last: int, shares: tuple[float, ...], split: Any, x: Tensor) -> str:
+    """What a plan whose group holds the layers from ``first`` to before ``last`` is refused with."""
+    with torch.random.fork_rng(devices=[]):
+        graph = trace(net, (x,), {}).graph
+    members = tuple(f"d{i}" for i in range(1, len(shares) + 1))
+    stages = [Stage(first, last, members, shares, split), Stage(last, len(graph), ("d0",))]
+    names = ["d0", *members]
+    if first:
+        stages.insert(0, Stage(0, first, ("front",)))
+        names.append("front")
+    plan = Plan(
+        cluster=Cluster("hand", tuple(map(Device, names))),
+        layer_names=tuple(layer.name for layer in graph.layers),
+        stages=tuple(stages),
+        batch_size=16,
+        micro_batch=8,
+        schedule="1f1b",
+        in_flight=tuple(range(len(stages), 0, -1)),
+    )
+    module = Classifier()
+    module.net = net  # type: ignore[assignment]
+    data = DataLoader(
+        TensorDataset(x.repeat(4, *[1] * (x.ndim - 1)), torch.zeros(4 * len(x), dtype=torch.long)), 16
+    )
+    strategy = HetPipeStrategy(plan=plan, start_method="fork", timeout_s=30)
+    with pytest.raises(Exception, match="which d1") as caught:
+        trainer(strategy, len(names)).fit(module, data)
+    assert isinstance(caught.value, PlanError) or PlanError.__name__ in str(caught.value)
+    return str(caught.value)
+
+
+IMAGES = torch.zeros(4, 2, 6, 6, dtype=torch.float64)
+HALVES = (0.5, 0.5)
+
+
+def test_kernels_with_fewer_channels_than_devices_are_refused() -> None:
+    net = nn.Sequential(nn.Conv2d(2, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 4)).double()
+    text = refused(net, 0, 2, (0.4, 0.3, 0.3), "channel", IMAGES)
+    assert "0: fewer channels than devices" in text
+    assert "Use a smaller group, or split by batch" in text
+
+
+def test_a_share_of_less_than_half_a_channel_is_refused() -> None:
+    net = nn.Sequential(nn.Conv2d(2, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(256, 4)).double()
+    text = refused(net, 0, 2, (0.98, 0.02), "channel", IMAGES)
+    assert "share 0.02 of d2 is less than half a channel of the 16 that the widest" in text
+
+
+def test_groups_of_channels_that_no_cut_respects_are_refused() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(2, 8, 3), nn.GroupNorm(1, 8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)
+    ).double()
+    text = refused(net, 1, 2, HALVES, "channel", IMAGES)
+    assert "no cut falls on its groups of 8 channels" in text
+
+
+class Centred(nn.Module):
+    """Its second operation looks at all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x - x.mean(0))  # type: ignore[no-any-return]
+
+
+class Paired(Centred):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).view(-1, 2, 8).flip(1).reshape(-1, 8))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("kind", "layer"), [(Centred, "sub"), (Paired, "")])
+def test_layers_that_mix_samples_are_refused_where_samples_are_shared(kind: Any, layer: str) -> None:
+    net = kind().double()
+    x = torch.randn(16, 8, dtype=torch.float64)
+    text = refused(net, 0, len(trace(net, (x,), {}).graph) - 1, HALVES, "batch", x)
+    assert "makes of a sample depends on the other samples" in text
+    assert layer in text
+    assert "share the stage by channels" in text

@@ -193,7 +193,7 @@ class Nested(nn.Module):
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_containers_in_and_out(requires_grad: bool) -> None:
+def test_containers_go_in_and_come_out_as_they_are(requires_grad: bool) -> None:
     x = [torch.randn(4, 6, dtype=torch.float64, requires_grad=requires_grad) for _ in range(2)]
     traced = assert_parity(Nested, ({"x": x},), {"factor": 2.0}, partitions=[(0.5,)])
     inputs = [value for value in traced.graph.values if value.producer == READER]
@@ -219,7 +219,7 @@ class MaskedModel(nn.Module):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning")
-def test_encoder_with_mask_and_tied_words(norm_first: bool) -> None:
+def test_an_encoder_with_mask_and_tied_words_is_cut_anywhere(norm_first: bool) -> None:
     tokens = torch.randint(0, 11, (3, 5))
     padding = torch.zeros(3, 5, dtype=torch.float64)
     padding[0, 3:] = -1e9
@@ -243,14 +243,14 @@ class Seq2Seq(nn.Module):
         return self.net(self.words(source), self.words(target))  # type: ignore[no-any-return]
 
 
-def test_encoder_and_decoder() -> None:
+def test_an_encoder_with_a_decoder_is_cut_anywhere() -> None:
     tokens = torch.randint(0, 11, (3, 5)), torch.randint(0, 11, (3, 4))
     traced = assert_parity(Seq2Seq, tokens, partitions=[(0.5,)], modes=(True,))
     assert len(traced.graph) > 15
 
 
 @pytest.mark.parametrize("make", [DenseSkips, Encoder, Tied])
-def test_small_models_in_both_modes(make: Callable[[], nn.Module]) -> None:
+def test_small_models_are_cut_anywhere_in_both_modes(make: Callable[[], nn.Module]) -> None:
     args = (
         torch.randn(3, 3, 6, 6, dtype=torch.float64) if make is DenseSkips else torch.randint(0, 11, (3, 5)),
     )
@@ -271,7 +271,7 @@ class Recurrent(nn.Module):
         return self.head(mixed[:, -1] + last[-1]), weights
 
 
-def test_modules_that_return_tuples() -> None:
+def test_modules_that_return_tuples_are_cut_anywhere() -> None:
     assert_parity(Recurrent, (torch.randint(0, 11, (3, 4)),), partitions=[(0.5,)])
 
 
@@ -292,7 +292,7 @@ class TwoFaced(nn.Module):
         return torch.softmax(logits, -1)
 
 
-def test_training_and_evaluation_return_different_things() -> None:
+def test_training_and_evaluation_may_return_different_things() -> None:
     assert_parity(TwoFaced, vectors(), partitions=[(0.5,), (0.9,)])
 
 

@@ -37,7 +37,8 @@ def test_a_residual_block_is_cut_inside() -> None:
     ]  # fmt: skip
     skip = graph.value("maxpool")
     assert (skip.producer, skip.consumers) == (3, (4, 9))
-    assert [value.name for value in graph.crossing(6)] == ["maxpool", "layer1.0.bn1"]
+    (route, *_) = graph.routes((0, 6))[-1:]
+    assert route.values == ("maxpool", "layer1.0.bn1")
 
 
 def test_shapes_follow_the_batch_and_the_sequence() -> None:
@@ -120,12 +121,31 @@ def test_bytes_of_values_split_into_fixed_and_per_sample() -> None:
 
 
 def test_costs_of_layers_are_counted_per_sample() -> None:
-    layers = {layer.name: layer for layer in trace(mlp(10), (torch.randn(4, 6),), {}).graph.layers}
+    graph = trace(mlp(10), (torch.randn(4, 6),), {}).graph
+    layers = {layer.name: layer for layer in graph.layers}
     assert layers["0"].flops_per_sample == 2 * 6 * 10
     assert layers["0"].parameter_bytes == 4 * (6 * 10 + 10)
-    assert layers["0"].saved_bytes_per_sample == 6 * 4
-    assert layers["1"].saved_bytes_per_sample == 10 * 4  # its input, once
     assert layers["3"].flops_per_sample == 2 * 10 * 3
+    # Nobody keeps what the ReLU changes in place; its result is kept by itself and by the next layer.
+    assert {value.name: value.kept_by for value in graph.values} == {
+        "input": (0,), "0": (1,), "1": (), "2": (2, 3), "3": ()
+    }  # fmt: skip
+    assert layers["2"].saved_bytes_per_sample == 0
+
+
+def test_a_view_keeps_the_memory_that_it_looks_at() -> None:
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x)[:, 0])
+
+    graph = trace(Picks(), (torch.randn(4, 5, 6),), {}).graph
+    picked = graph.value("getitem")
+    assert (picked.kept_by, picked.bytes_per_sample) == ((2,), 8 * 4)
+    assert graph.layers[2].saved_bytes_per_sample == 4 * 8 * 4  # the other four of five rows
 
 
 def test_fingerprints_tell_models_apart_but_not_batches() -> None:
@@ -183,18 +203,6 @@ def test_parameters_and_buffers_belong_to_their_layers() -> None:
     assert traced.parameters_of(0, 2) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     assert traced.buffers_of(1, 2) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     assert traced.buffers_of(2, 4) == set()
-
-
-def test_unused_weights_are_known() -> None:
-    class Spare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.spare = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.used(x)
-
-    assert trace(Spare(), (torch.randn(2, 6),), {}).unused == {"spare.weight", "spare.bias"}
 
 
 class Branches(nn.Module):

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,30 +56,36 @@ def test_memory_of_an_emulated_device_limits_plan_and_rank() -> None:
     assert cluster.devices[0].emulation == Emulation(0.5, 2**20)
 
 
-def test_subset_keeps_the_rules_between_the_devices_left() -> None:
-    devices = tuple(Device(name) for name in "abc")
-    cluster = Cluster("c", devices, (Link(1.0, 1.0, "a", "b"), Link(2.0, 2.0, "a", "c")))
-    assert cluster.subset(("c", "a")).links == (Link(2.0, 2.0, "a", "c"),)
-    assert [device.name for device in cluster.subset(("c", "a")).devices] == ["c", "a"]
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         ([], "a cluster must be a mapping"),
         ({}, "no devices"),
         ({"devices": [{"speed": 0.5}]}, "name '' must be non-empty"),
-        ({"devices": [{"name": "a", "speed": 0}]}, "speed of 0 was asked for"),
-        ({"devices": [{"name": "a", "speed": -1}]}, "speed of -1 was asked for"),
+        ({"devices": [{"name": "a", "speed": 0}]}, "speed=0.0 was asked for"),
+        ({"devices": [{"name": "a", "speed": -1}]}, "speed=-1.0 was asked for"),
         ({"devices": [{"name": "a", "speed": 2}]}, "can only be slowed"),
         ({"devices": [{"name": "a", "speed": "fast"}]}, "speed of device 0 is 'fast'"),
         ({"devices": [{"name": "a", "spede": 1}]}, "unknown keys spede"),
         ({"devices": [{"name": "a", "memory": "lots"}]}, "not bytes"),
-        ({"devices": [{"name": "a", "memory": 0}]}, "no memory"),
+        (
+            {"devices": [{"name": "a", "memory": 0}]},
+            "memory_bytes of device 'a'=0 was asked for",
+        ),
+        ({"devices": [{"name": "a", "speed": True}]}, "speed of device 0 is True"),
+        ({"devices": [{"name": "a", "speed": float("nan")}]}, "speed=nan was asked for"),
+        ({"devices": [{"name": "a", "threads": 1.5}]}, "threads of device 0 is 1.5"),
+        ({"devices": [{"name": "a", "count": float("inf")}]}, "count of device 0 is inf"),
+        ({"devices": [{"name": "a", "flops_per_s": -1}]}, "flops_per_s of 'a'=-1.0 was asked for"),
+        ({"devices": [{"name": "a"}], "links": [{"latency": float("nan"), "bandwidth": 1}]}, "latency nan s"),
+        (
+            {"devices": [{"name": "a"}], "links": [{"latency": 1, "bandwidth": 1, "emulated": "no"}]},
+            "emulated='no' was asked for: give True or False",
+        ),
         ({"devices": [{"name": "a", "threads": 0}]}, "0 threads"),
         ({"devices": [{"name": "a", "count": 0}]}, "count 0"),
         ({"devices": [{"name": "a", "index": 0}]}, "a cpu has none"),
-        ({"devices": [{"name": "a", "kind": "cuda", "index": -1}]}, "has index -1: an index counts"),
+        ({"devices": [{"name": "a", "kind": "cuda", "index": -1}]}, "index of 'a'=-1 was asked for"),
         ({"devices": [{"name": "a", "kind": "cuda", "speed": 0.5}]}, "only a cpu can pretend"),
         ({"devices": [{"name": "a"}, {"name": "a"}]}, "names devices twice: a"),
         ({"devices": "a"}, "devices must be a list"),
@@ -126,4 +134,28 @@ def test_accelerators_are_counted_by_host_and_kind_unless_they_have_an_index() -
     )
     assert [device.index for device in cluster.devices] == [0, None, 1, 2, 0, 0, 0]
     assert Cluster.from_mapping(cluster.to_mapping()) == cluster
-    assert [device.index for device in cluster.subset(("d", "c2", "a")).devices] == [0, 2, 0]
+    permuted = replace(cluster, devices=tuple(map(cluster.device, ("d", "c2", "a"))))
+    assert [device.index for device in permuted.devices] == [0, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Device(3), "name=3 was asked for: give the name of a device as text"),
+        (lambda: Device("a", threads=1.5), "device 'a' asks for 1.5 threads"),
+        (lambda: Device("a", memory_bytes="1GB"), "memory_bytes of device 'a'='1GB' was asked for"),
+        (lambda: Device("a", kind="cuda", index="0"), "index of 'a'='0' was asked for"),
+        (lambda: Device("a", emulation=0.5), "emulation of 'a'=0.5 was asked for: give an Emulation"),
+        (lambda: Device("a", flops_per_s="many"), "flops_per_s of 'a'='many' was asked for"),
+        (lambda: Emulation("half"), "speed='half' was asked for: give a fraction"),
+        (lambda: Link("1ms", 1.0), "latency '1ms' s"),
+        (lambda: Link(0.1, None), "bandwidth None bytes/s"),
+        (lambda: Link(0.1, 1.0, source=0), "source=0 was asked for: give a device name"),
+        (lambda: Cluster("c", Device("a")), "devices=.* was asked for: give a tuple of Device values"),
+        (lambda: Cluster("c", (Device("a"),), (0.1,)), "give a tuple of Link values"),
+        (lambda: Cluster(None, (Device("a"),)), "name=None was asked for"),
+    ],
+)
+def test_values_of_the_wrong_type_give_one_clear_error(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        make()

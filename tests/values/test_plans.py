@@ -19,7 +19,7 @@ PLAN = Plan(
     schedule="1f1b",
     in_flight=(2, 1),
     graph_fingerprint="f",
-    prediction=Prediction(1e-05, 3.5, (0.5, 0.25), (1, 2), 0.1, 4.0),
+    prediction=Prediction(1e-05, 3.5, (0.5, 0.25), (1, 2), (0.1, 0.2), (4.0, 5.0)),
     reason="b is the bottleneck",
     alternatives=(Alternative("even", 2.0, 3.0),),
 )
@@ -68,7 +68,13 @@ def test_a_saved_plan_is_read_back_equal(suffix: str, tmp_path: Path) -> None:
         ({"stages": (Stage(0, 2, ("b",)),), "in_flight": (1,)}, "do not end at the model's last of 3"),
         ({"stages": ()}, "no stages"),
         ({"schedule": "zigzag"}, "schedule 'zigzag' is unknown"),
-        ({"micro_batch": 0}, "must be at least 1"),
+        ({"micro_batch": 0}, "micro_batch=0 was asked for: give samples"),
+        ({"micro_batch": 2.5}, "micro_batch=2.5 was asked for: give samples"),
+        ({"batch_size": "20"}, "batch_size='20' was asked for: give samples"),
+        ({"in_flight": (2, 1.5)}, "at least 1 for each stage"),
+        ({"cluster": "pair"}, "cluster='pair' was asked for: give a Cluster"),
+        ({"stages": ((0, 3, ("a",)),)}, "give a tuple of Stage values"),
+        ({"reason": 3}, "reason=3 was asked for: give text"),
         ({"in_flight": (1,)}, "at least 1 for each stage"),
     ],
 )
@@ -85,6 +91,10 @@ def test_a_contradiction_is_refused(change: dict[str, object], message: str) -> 
         ((0, 1, ("a", "b"), (1.0, 0.0), "batch"), "positive and sum to 1"),
         ((0, 1, ("a", "b"), (0.5, 0.4), "batch"), "positive and sum to 1"),
         ((0, 1, ("a", "b"), (0.5, 0.5)), "cannot have split 'none'"),
+        ((0, 1, ("a",), (float("nan"),)), r"shares=\(nan,\) was asked for"),
+        ((0, 1.5, ("a",)), "stop=1.5 was asked for: give the index of a layer"),
+        ((-1, 1, ("a",)), "start=-1 was asked for"),
+        ((0, 1, "a"), "devices='a' was asked for: give a tuple of device names"),
     ],
 )
 def test_an_impossible_stage_is_refused(stage: tuple[object, ...], message: str) -> None:
@@ -118,6 +128,14 @@ def test_a_plan_for_another_model_is_refused(graph: LayerGraph, message: str) ->
         ('{"format": 9}', "not a plan of format"),
         (PLAN.to_json().replace('"speed"', '"spede"').replace('"kind"', '"knd"'), "cluster is wrong"),
         (PLAN.to_json()[:200], "cannot be read"),
+        (PLAN.to_json().replace("1e-05", "NaN"), "step_s=nan was asked for"),
+        (PLAN.to_json().replace("1e-05", "-1"), "step_s=-1 was asked for"),
+        (PLAN.to_json().replace("1e-05", '"soon"'), "step_s='soon' was asked for"),
+        (PLAN.to_json().replace('"start": 0', '"start": "0"'), "start='0' was asked for"),
+        (PLAN.to_json().replace('"batch_size": 20', '"batch_size": 1e400'), "batch_size=inf was asked for"),
+        ("[" * 200_000, "cannot be read"),
+        ('{"a":' * 200_000, "cannot be read"),
+        ("7", "not a plan of format"),
     ],
 )
 def test_a_damaged_file_gives_one_clear_error(text: str, message: str, tmp_path: Path) -> None:
@@ -125,6 +143,13 @@ def test_a_damaged_file_gives_one_clear_error(text: str, message: str, tmp_path:
     with pytest.raises(PlanError, match=message) as error:
         Plan.load(tmp_path / "plan.json")
     assert "plan.json" in str(error.value)
+
+
+def test_bytes_that_are_no_text_and_a_folder_are_no_plans(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_bytes(b"\xff\xfe\x00{")
+    for path in (tmp_path / "plan.json", tmp_path):
+        with pytest.raises(PlanError, match=f"plan {path} cannot be read"):
+            Plan.load(path)
 
 
 def test_an_unknown_split_is_refused() -> None:

@@ -51,13 +51,30 @@ def test_a_saved_profile_is_read_back_equal(tmp_path: Path) -> None:
         ("{", "not JSON"),
         (PROFILE.to_json()[:300], "not JSON"),
         (PROFILE.to_json().replace('"graph"', '"grph"'), "damaged"),
-        (PROFILE.to_json().replace('"format": 1', '"format": 0'), "measure again"),
+        (PROFILE.to_json().replace('"format": 2', '"format": 0'), "measure again"),
+        (PROFILE.to_json().replace("3.0", "NaN"), "backward_s has a value that is not a finite number"),
+        (PROFILE.to_json().replace("3.0", "-3.0"), "backward_s has a value that is not a finite number"),
+        (PROFILE.to_json().replace("3.0", '"3.0"'), "backward_s has a value that is not a finite number"),
+        (PROFILE.to_json().replace("3.0", "[3.0]"), "backward_s has a value that is not a finite number"),
+        (PROFILE.to_json().replace('"parameter_bytes": 4', '"parameter_bytes": -4'), "size that is not"),
+        (PROFILE.to_json().replace('"producer": -1', '"producer": 7'), "a layer that it does not have"),
+        (PROFILE.to_json().replace('"measured"', '"guessed"'), "origin='guessed' was asked for"),
+        (PROFILE.to_json().replace("5.0", "NaN"), "bandwidth nan bytes/s"),
+        ('{"a":' * 200_000, "not JSON"),
+        ("", "not JSON"),
     ],
 )
 def test_a_damaged_file_gives_one_clear_error(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(ProfileError, match=message):
         Profile.load(tmp_path / "p.json")
+
+
+def test_bytes_that_are_no_text_and_a_folder_are_no_profiles(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_bytes(b"\xff\xfe\x00{")
+    for path in (tmp_path / "p.json", tmp_path):
+        with pytest.raises(ProfileError, match=f"profile {path} cannot be read"):
+            Profile.load(path)
 
 
 def test_a_device_that_was_not_profiled_is_named() -> None:

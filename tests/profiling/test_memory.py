@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_hetpipe.engine import memory
+from lightning_hetpipe.profiling import memory
 
 
 def test_the_peak_counts_what_was_freed_again_until_it_is_reset() -> None:

@@ -1,0 +1,33 @@
+"""Refuses arguments of the wrong kind: the message names the argument, its value, and what it takes."""
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+from lightning_hetpipe.errors import HetPipeError
+
+
+def require(holds: bool, error: type[HetPipeError], name: str, value: object, accepts: str) -> None:
+    """Raises ``error`` unless ``holds``.
+
+    >>> from lightning_hetpipe.errors import PlanError
+    >>> require(False, PlanError, "micro_batch", 2.5, "samples, a whole number from 1 on")
+    Traceback (most recent call last):
+    lightning_hetpipe.errors.PlanError: micro_batch=2.5 was asked for: give samples, a whole number from 1 on
+    """
+    if not holds:
+        raise error(f"{name}={value!r} was asked for: give {accepts}")
+
+
+def is_whole(value: Any, least: int = 1) -> bool:
+    """Whether a value is an integer (no bool) of at least that much."""
+    return isinstance(value, Integral) and not _is_flag(value) and int(value) >= least
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number that is not negative (no bool)."""
+    return isinstance(value, Real) and not _is_flag(value) and 0 <= float(value) < math.inf
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
