@@ -70,7 +70,8 @@ def _other_orders(setting: Setting, plan: Plan) -> Iterator[Plan]:
 
 
 def _schedules(setting: Setting, plan: Plan) -> Iterator[Plan]:
-    for name in setting.schedules:
+    # Stages that share a device have no other schedule.
+    for name in ("interleaved",) if plan.schedule == "interleaved" else setting.schedules:
         option = with_schedule(setting, plan, name)
         if option is not None:
             yield option

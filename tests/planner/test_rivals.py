@@ -84,3 +84,12 @@ def test_no_rival_takes_more_than_the_plan_or_four_fifths_of_the_memory(factor: 
     roomy = rivals(profile, replace(plan, cluster=replace(plan.cluster, devices=free_devices)), sizes=True)
     left_out = {order(each) for each in roomy} - {order(each) for each in found}
     assert left_out if factor <= 1.1 else factor < 4.0 or not left_out
+
+
+def test_an_interleaved_plan_is_tried_in_other_sizes_only() -> None:
+    profile, plan = planned(schedule="interleaved")
+    assert plan.schedule == "interleaved"
+    found = rivals(profile, plan, sizes=True, schedule="interleaved")
+    assert {each.schedule for each in found} == {"interleaved"}
+    assert plan.micro_batch not in {each.micro_batch for each in found}
+    assert rivals(profile, plan, sizes=False) == ()

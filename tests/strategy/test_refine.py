@@ -250,7 +250,7 @@ def test_a_run_that_is_refined_again_after_a_resume_ends_as_one_that_never_was(
 
 def test_under_batchnorm_only_the_order_of_work_is_tried(tmp_path: Path, last_rival_wins: None) -> None:
     net = plain_net(nn.BatchNorm1d(8))
-    module, trainer = fit(tmp_path, net, micro_batch="auto")
+    module, trainer = fit(tmp_path, net, schedule="1f1b")
     plan = trainer.strategy.plan
     assert {tuple(each) for each in module.by_step()[:-1]} == {plan.slices(BATCH)}
     assert "tried" in plan.reason
@@ -258,7 +258,7 @@ def test_under_batchnorm_only_the_order_of_work_is_tried(tmp_path: Path, last_ri
 
 
 def test_dropout_keeps_the_size(tmp_path: Path) -> None:
-    module, trainer = fit(tmp_path, plain_net(nn.Dropout(0.5)))
+    module, trainer = fit(tmp_path, plain_net(nn.Dropout(0.5)), schedule="1f1b")
     assert len({tuple(each) for each in module.by_step()[:-1]}) == 1
     assert "layers draw random numbers by micro-batch, so the size was kept" in trainer.strategy.plan.reason
     assert "measured in the first" in trainer.strategy.plan.reason
