@@ -227,8 +227,8 @@ def _in_rounds(setting: Setting, plan: Plan, m: int) -> Plan | None:
 
 def fitting(setting: Setting, plan: Plan, wanted: Sequence[int]) -> tuple[int, ...] | None:
     """In-flight counts cut down to what memory allows, still falling along the stages; None if none do."""
-    costs = setting.costs(plan.micro_batch)
-    n_slices = len(plan.slices(plan.batch_size))
+    slices = plan.slices(plan.batch_size)
+    costs, n_slices = setting.costs(max(slices)), len(slices)
     counts: list[int] = []
     for index, (stage, k) in enumerate(zip(plan.stages, wanted)):
         for name, share in zip(stage.devices, stage.shares):

@@ -34,7 +34,7 @@ from lightning_hetpipe.planner.plan_cost import PlanCost
 from lightning_hetpipe.planner.reason import infeasible
 from lightning_hetpipe.planner.search import make_plan
 from lightning_hetpipe.planner.split import even_stages
-from lightning_hetpipe.plans import Plan, Prediction, Stage
+from lightning_hetpipe.plans import Plan, Prediction, Stage, micro_batch_sizes
 from lightning_hetpipe.profiles import Profile
 
 _SEARCHED = 20_000  # actions of a step up to which the fastest plan is searched for
@@ -76,7 +76,8 @@ def largest_batch(
     small enough to search.
 
     Args:
-        micro_batch: Samples per micro-batch; ``auto`` takes the smallest measured size, which needs least.
+        micro_batch: Samples per micro-batch; ``auto`` takes the measured size that allows the largest batch,
+            and of equals the largest size.
         schedule: ``gpipe``, ``1f1b`` or ``auto``, which is 1F1B: it needs no more than GPipe.
         profile, cluster, pinned_last, optimizer_copies: As for `make_plan`.
 
@@ -96,27 +97,35 @@ def largest_batch(
         return Setting(profile, cluster, batch_size, (leanest,), optimizer_copies)
 
     smallest = at(1).smallest
-    # Below the smallest measured size a batch is one micro-batch.
-    sizes = list(range(smallest, 0, -1)) if micro_batch == "auto" else [int(micro_batch)]
-    plan = next(filter(None, (_largest_of(at, size, pinned_last) for size in sizes)), None)
-    if plan is None:
-        raise infeasible(at(sizes[-1]), sizes[-1:], stages=None, device_order=None)
-    fastest = _searched(at(plan.batch_size), plan, schedule, pinned_last)
     measured = {size for device in cluster.devices for size in profile.device(device.name).micro_batches}
-    tried = sorted(size for size in measured | {smallest} if size >= smallest)
-    return Largest(fastest, _largest_even(at, tried if micro_batch == "auto" else sizes))
+    if micro_batch != "auto":
+        sizes = [int(micro_batch)]
+    else:
+        sizes = sorted(size for size in measured | {smallest} if size >= smallest)
+    plans = list(filter(None, (_largest_of(at, size, pinned_last) for size in sizes)))
+    if not plans and micro_batch == "auto":  # a batch below the smallest measured size is one micro-batch
+        plans = list(
+            filter(None, (_largest_of(at, size, pinned_last) for size in range(smallest - 1, 0, -1)))
+        )
+    if not plans:
+        fewest = 1 if micro_batch == "auto" else sizes[0]
+        raise infeasible(at(fewest), (fewest,), stages=None, device_order=None)
+    plan = max(plans, key=lambda plan: (plan.batch_size, plan.micro_batch))
+    fastest = _searched(at(plan.batch_size), plan, schedule, pinned_last)
+    return Largest(fastest, _largest_even(at, sizes))
 
 
 def _largest_of(at: Callable[[int], Setting], size: int, pinned_last: str | None) -> Plan | None:
     """The largest batch in micro-batches of ``size``, or the whole batch of fewer samples."""
-    needs = cache(partial(_needs, at(size), size))
+    needs = cache(partial(_needs, at(size)))
 
     def fit(batch_size: int) -> Plan | None:
         setting = at(batch_size)
         (schedule,) = setting.schedules
-        n = -(-batch_size // size)
+        slices = micro_batch_sizes(batch_size, size)
+        n = len(slices)
         k, n = (1, min(n, 2)) if schedule == "1f1b" else (n, n)  # more than in flight is all that counts
-        stages = _fitting_stages(setting, size, partial(needs, k, n), pinned_last)
+        stages = _fitting_stages(setting, size, partial(needs, max(slices), k, n), pinned_last)
         return None if stages is None else with_schedule(setting, draft(setting, stages, size), schedule)
 
     return _greatest(fit, start=size)

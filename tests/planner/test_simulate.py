@@ -155,9 +155,13 @@ def test_a_hand_written_plan_is_simulated_with_its_memory() -> None:
 def test_a_ragged_last_slice_costs_less() -> None:
     graph = make_graph(4)
     cluster, profile = make_cluster([1.0, 1.0]), make_profile(graph, [1.0, 1.0])
-    whole = simulate(hand_plan(graph, cluster, (0, 2), ("d1", "d0"), batch_size=8), profile).step_s
-    ragged = simulate(hand_plan(graph, cluster, (0, 2), ("d1", "d0"), batch_size=7), profile).step_s
-    # Half a slice less: 0.02 s on each stage, of which the pipeline shows one or both.
+    whole = simulate(
+        hand_plan(graph, cluster, (0, 2), ("d1", "d0"), batch_size=8, micro_batch=4), profile
+    ).step_s
+    ragged = simulate(
+        hand_plan(graph, cluster, (0, 2), ("d1", "d0"), batch_size=7, micro_batch=4), profile
+    ).step_s
+    # A sample less: 0.02 s on each stage, of which the pipeline shows one or both.
     assert 0.02 * (1 - 1e-9) <= whole - ragged <= 0.04 * (1 + 1e-9)
 
 
