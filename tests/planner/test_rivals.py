@@ -14,9 +14,11 @@ from tests.helpers.synthetic import make_cluster, make_graph, make_profile
 SPEEDS = (0.6, 0.3, 0.3)
 
 
-def planned(memory_bytes: int | None = None, batch_size: int = 24, **options) -> tuple[Profile, Plan]:
-    graph = make_graph(9, out=2000.0, parameter_bytes=1000, saved=20_000.0)
-    times = np.random.default_rng(3).uniform(0.002, 0.006, 9)
+def planned(
+    memory_bytes: int | None = None, batch_size: int = 24, n_layers: int = 9, **options
+) -> tuple[Profile, Plan]:
+    graph = make_graph(n_layers, out=2000.0, parameter_bytes=1000, saved=20_000.0)
+    times = np.random.default_rng(3).uniform(0.002, 0.006, n_layers)
     profile = make_profile(graph, SPEEDS, layer_s=times, alpha_s=0.01)
     limits = None if memory_bytes is None else [memory_bytes] * len(SPEEDS)
     cluster = make_cluster(SPEEDS, bandwidth_bytes_per_s=1e8, latency_s=1e-4, memory_bytes=limits)
@@ -87,7 +89,7 @@ def test_no_rival_takes_more_than_the_plan_or_four_fifths_of_the_memory(factor: 
 
 
 def test_an_interleaved_plan_is_tried_in_other_sizes_only() -> None:
-    profile, plan = planned(schedule="interleaved")
+    profile, plan = planned(n_layers=24, schedule="interleaved")
     assert plan.schedule == "interleaved"
     found = rivals(profile, plan, sizes=True, schedule="interleaved")
     assert {each.schedule for each in found} == {"interleaved"}
