@@ -35,6 +35,7 @@ else:
     _Processes = _Subprocesses = object
 
 GRACE_S = 10.0
+_REPORT = "report"  # the file in which rank 0 hands back plan, profile and timeline
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +120,8 @@ class ProcessLauncher(_Processes):
                 exit_codes = [process.exitcode for process in ranks.processes]
                 cause, trace = find_cause(error, read_endings(self._endings), exit_codes)
                 raise cause from trace
+            report = self._endings / _REPORT
+            self._report = report.read_bytes() if report.exists() else None
         output = results.get()
         if trainer is None:
             return output
@@ -150,12 +153,15 @@ class ProcessLauncher(_Processes):
 
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
         strategy: Any = self._strategy
+        # In a file: nobody reads the queue before all ranks have ended, and a pipe holds 64 KiB.
+        (self._endings / _REPORT).write_bytes(strategy.report())
         extra: dict[str, Any] = super().get_extra_results(trainer)
-        return extra | {"hetpipe": strategy.report()}
+        return extra
 
     def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
         strategy: Any = self._strategy
-        strategy.take_report(extra.pop("hetpipe"))
+        if self._report is not None:
+            strategy.take_report(self._report)
         super().update_main_process_results(trainer, extra)
 
 
