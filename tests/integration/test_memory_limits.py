@@ -69,6 +69,9 @@ def fit(cluster: Cluster, schedule: str, optimizer: str, cuts: list[str]) -> hp.
     return strategy
 
 
+COUNTERS_BYTES = 2**20  # the kernel counts the pages of each thread in steps
+
+
 @pytest.mark.parametrize(("schedule", "optimizer"), [("gpipe", "adam"), ("1f1b", "sgd")])
 def test_a_run_needs_what_was_predicted_and_no_less_is_accepted(schedule: str, optimizer: str) -> None:
     cuts = ["4"]
@@ -86,7 +89,7 @@ def test_a_run_needs_what_was_predicted_and_no_less_is_accepted(schedule: str, o
     assert roomy.timeline is not None
     assert roomy.plan is not None
     for device, used in zip(roomy.plan.cluster.devices, roomy.timeline.peak_memory_bytes):
-        assert used <= 1.05 * limits[device.name]
+        assert used <= 1.05 * limits[device.name] + COUNTERS_BYTES
 
     tight = cluster_of([round(0.9 * limits["d0"]), None])
     with pytest.raises(InfeasibleError, match=r"(?s)no plan for a batch of 16 fits.*1\. more memory.*2\. an"):

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.planner import merging
-from lightning_hetpipe.planner.candidates import Setting, make_candidates
+from lightning_hetpipe.planner.candidates import ONE_STAGE, Setting, make_candidates
 from lightning_hetpipe.planner.channel import channel_run, layout_of
 from lightning_hetpipe.planner.groups import balanced, make_group
 from lightning_hetpipe.planner.merging import GAIN, break_even
@@ -167,7 +167,7 @@ def every_grouping(names: tuple[str, ...]):
 
 def best_of_all(profile, cluster, batch_size: int) -> float:
     """The fastest simulated step over all groups, splits, orders, cuts and micro-batch sizes."""
-    setting = Setting(profile, cluster, batch_size, SCHEDULES, 2.0)
+    setting = Setting(profile, cluster, batch_size, ONE_STAGE, 2.0)
     n, best = len(profile.graph), np.inf
     names = tuple(device.name for device in cluster.devices)
     for size in setting.sizes:
@@ -200,7 +200,8 @@ def test_the_plan_is_as_fast_as_the_best_of_all_groupings(speeds, options) -> No
     profile, cluster = problem(speeds, 4, rough=True, **options)
     plan = make_plan(profile, cluster, 8, baselines=False)
     optimum = best_of_all(profile, cluster, 8)
-    assert optimum * (1 - 1e-9) <= plan.prediction.step_s <= optimum * 1.02
+    assert plan.prediction.step_s <= optimum * 1.02
+    assert plan.schedule == "interleaved" or plan.prediction.step_s >= optimum * (1 - 1e-9)
 
 
 def test_shares_are_balanced_by_measured_times() -> None:
