@@ -1,6 +1,7 @@
-"""Refuses arguments of the wrong kind: the message names the argument, its value, and what it takes."""
+"""Values from outside: of the right kind, or refused with their name, their value and what is taken."""
 
 import math
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -31,3 +32,16 @@ def is_number(value: Any) -> bool:
 
 def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
+
+
+def frozen(value: Any) -> Any:
+    """What JSON or YAML gave, with lists as tuples.
+
+    >>> frozen({"stages": [[0, 4], [4, 9]]})
+    {'stages': ((0, 4), (4, 9))}
+    """
+    if isinstance(value, list):
+        return tuple(map(frozen, value))
+    if isinstance(value, Mapping):
+        return {key: frozen(entry) for key, entry in value.items()}
+    return value

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from lightning_hetpipe.checks import is_number, is_whole, require
+from lightning_hetpipe.checks import frozen, is_number, is_whole, require
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import ClusterError, PlanError
 from lightning_hetpipe.graph import LayerGraph, Route
@@ -434,9 +434,9 @@ def _read_plan(data: dict[str, Any]) -> Plan:
         return Plan(
             cluster=cluster,
             stages=stages,
-            prediction=Prediction(**_frozen(prediction)) if prediction else None,
+            prediction=Prediction(**frozen(prediction)) if prediction else None,
             alternatives=alternatives,
-            **_frozen(data),
+            **frozen(data),
         )
     except ClusterError as error:
         raise PlanError(f"the plan's cluster is wrong: {error}") from error
@@ -447,15 +447,6 @@ def _read_plan(data: dict[str, Any]) -> Plan:
 
 
 def _read_stage(data: Mapping[str, Any]) -> Stage:
-    entry = _frozen(data)
+    entry = frozen(data)
     pace = entry.pop("pace", None)
     return Stage(**entry, pace=None if pace is None else Pace(**pace))
-
-
-def _frozen(value: Any) -> Any:
-    """Lists as tuples, mappings with frozen values."""
-    if isinstance(value, list):
-        return tuple(map(_frozen, value))
-    if isinstance(value, Mapping):
-        return {key: _frozen(entry) for key, entry in value.items()}
-    return value

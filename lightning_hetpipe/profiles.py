@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetpipe.checks import is_number, is_whole, require
+from lightning_hetpipe.checks import frozen, is_number, is_whole, require
 from lightning_hetpipe.cluster import Cluster, Link
 from lightning_hetpipe.errors import ProfileError
 from lightning_hetpipe.graph import READER, Layer, LayerGraph, Value
@@ -263,7 +263,7 @@ class Profile:
                 graph=read_graph(graph),
                 devices=tuple(map(read_device, data.pop("devices"))),
                 links=tuple(Link(**entry) for entry in data.pop("links")),
-                sharing=read_sharing(_frozen(data.pop("sharing", None))),
+                sharing=read_sharing(frozen(data.pop("sharing", None))),
                 **data,
             )
         except ProfileError:
@@ -294,13 +294,13 @@ class Profile:
 
 def read_device(data: Mapping[str, Any]) -> DeviceProfile:
     """Rebuilds a device's profile from what `dataclasses.asdict` made of it."""
-    return DeviceProfile(**{key: _frozen(value) for key, value in data.items()})
+    return DeviceProfile(**{key: frozen(value) for key, value in data.items()})
 
 
 def read_graph(data: Mapping[str, Any]) -> LayerGraph:
     """Rebuilds a graph from what `dataclasses.asdict` made of it."""
-    layers = tuple(Layer(**{k: _frozen(v) for k, v in entry.items()}) for entry in data["layers"])
-    values = tuple(Value(**{k: _frozen(v) for k, v in entry.items()}) for entry in data["values"])
+    layers = tuple(Layer(**{k: frozen(v) for k, v in entry.items()}) for entry in data["layers"])
+    values = tuple(Value(**{k: frozen(v) for k, v in entry.items()}) for entry in data["values"])
     figures = [(each.parameter_bytes, each.flops_per_sample, each.saved_bytes_per_sample) for each in layers]
     sizes = [(each.bytes_per_sample, each.fixed_bytes) for each in values]
     ends = [end for each in values for end in (each.producer - READER, *each.consumers)]
@@ -308,13 +308,4 @@ def read_graph(data: Mapping[str, Any]) -> LayerGraph:
         raise ProfileError("the profile's graph has a size that is not a finite number >= 0: measure again")
     if any(end > len(layers) for end in ends):
         raise ProfileError("the profile's graph has a value of a layer that it does not have: measure again")
-    return LayerGraph(
-        layers, values, _frozen(data["tied"]), data["fingerprint"], _frozen(data["input_names"])
-    )
-
-
-def _frozen(value: Any) -> Any:
-    """JSON lists as the tuples they were."""
-    if isinstance(value, dict):
-        return {key: _frozen(entry) for key, entry in value.items()}
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+    return LayerGraph(layers, values, frozen(data["tied"]), data["fingerprint"], frozen(data["input_names"]))

@@ -30,11 +30,10 @@ from lightning_hetpipe.planner.plan_cost import PlanCost
 from lightning_hetpipe.planner.polish import polish
 from lightning_hetpipe.planner.pools import Pools, in_order, make_chain, make_pools
 from lightning_hetpipe.planner.reason import explain, infeasible
+from lightning_hetpipe.planner.request import Request, check_request, teams_of
 from lightning_hetpipe.planner.split import Even, even_stages, named_stages
-from lightning_hetpipe.planner.teams import Teams
 from lightning_hetpipe.plans import Alternative, Merge, Plan, Stage
 from lightning_hetpipe.profiles import Profile
-from lightning_hetpipe.schedule import SCHEDULES
 
 _MARGIN = 1.1  # the closed form is off by as much, so placements up to here are worth a simulation
 _COARSE = 0.004  # cuts nearer to each other than this fraction of a period count as one
@@ -104,7 +103,7 @@ def make_plan(
     names = {"cuts": cuts, "device_order": device_order}
     check_arguments(profile, cluster, batch_size, micro_batch, stages, optimizer_copies, names)
     setting = Setting(profile, cluster, batch_size, schedules_of(schedule), optimizer_copies)
-    request = _Request(
+    request = Request(
         setting,
         micro_batch,
         schedule,
@@ -114,8 +113,8 @@ def make_plan(
         tuple(device_order) if device_order is not None else None,
         pinned_last,
     )
-    teams = _teams(merge)
-    _check(replace(request, device_order=None) if teams else request)
+    teams = teams_of(merge)
+    check_request(replace(request, device_order=None) if teams else request)
     alone = Alone(setting)
     bound = alone.bound_images_per_s()
     single = fastest_single(setting, alone, pinned_last)
@@ -164,16 +163,7 @@ def _of_largest_batch(profile: Profile, cluster: Cluster, placement: dict[str, A
     return largest_batch(profile, cluster, **options).plan
 
 
-def _teams(merge: Merge | Sequence[Sequence[str]]) -> Teams:
-    """The groups that are asked for, if any."""
-    if isinstance(merge, str):
-        if merge not in ("auto", "never"):
-            raise PlanError(f"merge={merge!r} is unknown: say auto, never, or give lists of device names")
-        return ()
-    return tuple(tuple(team) for team in merge)
-
-
-def _look(request: "_Request") -> Look:
+def _look(request: Request) -> Look:
     """Places layers as the request says, in a setting with composites or with fewer devices."""
 
     def look(
@@ -188,7 +178,7 @@ def _look(request: "_Request") -> Look:
         names = {device.name for device in setting.cluster.devices}
         if here.pinned_last not in (None, *names):
             return []
-        _check(here)
+        check_request(here)
         if here.is_fixed:
             return _fixed(here).found
         if sizes is None:
@@ -210,31 +200,6 @@ def all_baselines(setting: Setting, alone: Alone, plan: Plan) -> list[Baseline]:
     ]
 
 
-@dataclass(frozen=True)
-class _Request:
-    """The options of `make_plan`, checked."""
-
-    setting: Setting
-    micro_batch: int | Literal["auto"]
-    schedule: str
-    stages: int | None
-    even: Even | None
-    cuts: tuple[str, ...] | None
-    device_order: tuple[str, ...] | None
-    pinned_last: str | None
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether the stages are given, so that nothing is searched."""
-        return self.even is not None or self.cuts is not None
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        if self.micro_batch == "auto":
-            return self.setting.sizes
-        return (self.micro_batch,)
-
-
 @dataclass
 class _Found:
     """Candidates of a search, and how far the best placement can be from the optimum."""
@@ -243,54 +208,7 @@ class _Found:
     gap: float = 0.0
 
 
-def _check(request: _Request) -> _Request:
-    setting, n_layers = request.setting, len(request.setting.profile.graph)
-    names = {device.name for device in setting.cluster.devices}
-    if request.micro_batch != "auto" and not 1 <= request.micro_batch <= setting.batch_size:
-        raise PlanError(
-            f"micro_batch {request.micro_batch} must lie between 1 and the batch size {setting.batch_size}"
-        )
-    if request.schedule not in (*SCHEDULES, "auto"):
-        raise PlanError(
-            f"schedule {request.schedule!r} is unknown; known are {', '.join(SCHEDULES)} and auto"
-        )
-    if request.schedule == "interleaved" and (request.is_fixed or request.stages is not None):
-        raise PlanError(
-            "the interleaved schedule was asked for together with given stages (cuts, even, or their "
-            "number): leave those out, or write the plan by hand"
-        )
-    if request.cuts is not None and request.even is not None:
-        raise PlanError(f"cuts {request.cuts} and an even split were both asked for: give one of them")
-    if request.cuts is not None and request.stages != len(request.cuts) + 1:
-        raise PlanError(f"{len(request.cuts)} cuts make {len(request.cuts) + 1} stages, not {request.stages}")
-    if request.even not in (None, "layers", "time"):
-        raise PlanError(f"even {request.even!r} is unknown; known are layers, time, True and False")
-    for name in (*(request.device_order or ()), *((request.pinned_last,) if request.pinned_last else ())):
-        if name not in names:
-            raise PlanError(
-                f"device {name!r} is not in cluster {setting.cluster.name!r}; "
-                f"it has {', '.join(sorted(names))}"
-            )
-    order = request.device_order
-    if order is not None:
-        if not order or len(set(order)) < len(order):
-            raise PlanError(f"device_order {order} must name each device once")
-        if request.pinned_last not in (None, order[-1]):
-            raise PlanError(f"device_order ends with {order[-1]!r}, but {request.pinned_last!r} must be last")
-        if request.stages not in (None, len(order)):
-            raise PlanError(f"device_order names {len(order)} devices for {request.stages} stages")
-    wanted = request.stages or (len(order) if order else 1)
-    if not 1 <= wanted <= min(n_layers, len(names)):
-        raise PlanError(
-            f"{wanted} stages were asked for; the model has {n_layers} layers and the cluster "
-            f"{len(names)} devices: ask for at most {min(n_layers, len(names))}"
-        )
-    for name in names:
-        setting.profile.device(name)
-    return request
-
-
-def _fixed(request: _Request) -> _Found:
+def _fixed(request: Request) -> _Found:
     """An even split, or one by hand, at every micro-batch size on offer."""
     order = request.device_order or _given_order(request)
     if request.device_order is None:
@@ -306,12 +224,12 @@ def _fixed(request: _Request) -> _Found:
     return result
 
 
-def _given_order(request: _Request) -> tuple[str, ...]:
+def _given_order(request: Request) -> tuple[str, ...]:
     names = [device.name for device in request.setting.cluster.devices if device.name != request.pinned_last]
     return (*names, request.pinned_last) if request.pinned_last else tuple(names)
 
 
-def _searched(request: _Request, single: Baseline) -> _Found:
+def _searched(request: Request, single: Baseline) -> _Found:
     """Climbs over micro-batch sizes, from the square-root rule's choice, and places layers at each."""
     setting = request.setting
     if request.device_order is not None:
@@ -374,7 +292,7 @@ def _square_root_size(setting: Setting, plan: Plan) -> float:
 
 
 def _placed(
-    request: _Request, pools: Pools, size: int, upper_s: float, keep: int = _KEEP
+    request: Request, pools: Pools, size: int, upper_s: float, keep: int = _KEEP
 ) -> tuple[list[Candidate], Callable[[], float], float]:
     """The best placements at one micro-batch size, as simulated plans; the gap and the best objective.
 
@@ -415,7 +333,7 @@ def _placed(
     return candidates, loss, objective_s
 
 
-def _in_rounds(request: _Request, search: _Found, winner: Candidate) -> Candidate:
+def _in_rounds(request: Request, search: _Found, winner: Candidate) -> Candidate:
     """The best pipeline cut into rounds, where asked for or faster by more than a trifle; else the winner.
 
     Raises:
@@ -440,7 +358,7 @@ def _in_rounds(request: _Request, search: _Found, winner: Candidate) -> Candidat
     return winner
 
 
-def _depths(request: _Request, chain: Chain) -> tuple[Depth, ...]:
+def _depths(request: Request, chain: Chain) -> tuple[Depth, ...]:
     """What memory must have room for, the most first; one search where it always has."""
     if "1f1b" not in request.setting.schedules:
         return ("all",)
@@ -467,7 +385,7 @@ def _most(placements: Placements, n_micro_batches: int) -> int:
     return max(1, min(len(placements.found), _ACTIONS // actions))
 
 
-def _unpinned(request: _Request, single: Baseline) -> list[Baseline]:
+def _unpinned(request: Request, single: Baseline) -> list[Baseline]:
     """What the plan could reach if any device might hold the last stage."""
     free = _searched(replace(request, pinned_last=None), single)
     best = min(free.found, key=lambda candidate: candidate.order)
