@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 import lightning_hetpipe as hp
+from lightning_hetpipe.profiling.device import Optimizer
 from lightning_hetpipe.shipped import conf_dir
 from lightning_hetpipe.trial import Trial, train_on_random_samples
 
@@ -53,7 +54,8 @@ class Bench:
     def profile(self) -> hp.Profile:
         """Measured here, or kept from an earlier measurement."""
         example = tuple(torch.randn(self.batch_size, *shape) for shape in self.shapes)
-        return hp.profile(self.network(), example, self.cluster)
+        sgd = Optimizer(torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9})  # that of a trial
+        return hp.profile(self.network(), example, self.cluster, optimizer=sgd)
 
     def run(self, plan: hp.Plan, n_steps: int) -> Trial:
         """Trains under a plan, one process per device."""
