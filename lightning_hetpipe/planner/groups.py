@@ -16,6 +16,7 @@ from lightning_hetpipe.profiles import DeviceProfile, Profile
 from lightning_hetpipe.shares import largest_remainder
 
 _ROUNDS = 30  # of balancing shares whose seconds are not proportional to them
+_LEAST = 1 / 3  # of the share by speed alone: where a part takes as long as the whole, no share balances
 
 
 def composite_name(devices: Sequence[str]) -> str:
@@ -45,6 +46,7 @@ def balanced(profile: Profile, stage: Stage, micro_batch: int) -> Stage:
     whole = [sum(float(table[run].sum()) for table in d.layer_seconds(micro_batch)) for d in devices]
     rates = 1 / np.maximum(np.array(whole), 1e-12)
     shares = rates / rates.sum()
+    least = shares * _LEAST
     for _ in range(_ROUNDS):
         taken = np.array(
             [
@@ -56,6 +58,7 @@ def balanced(profile: Profile, stage: Stage, micro_batch: int) -> Stage:
             ]
         )
         shares = shares / np.maximum(taken, 1e-12) ** 0.5
+        shares = np.maximum(shares / shares.sum(), least)
         shares = shares / shares.sum()
     return replace(stage, shares=tuple(map(float, shares)))
 
