@@ -79,16 +79,16 @@ def run(plan: hp.Plan, options: argparse.Namespace) -> tuple[bool, str]:
     torch.set_num_threads(1)
     shape = (3, options.pixels, options.pixels)
     try:
-        measured = train_on_random_samples(network(options.width), [shape], CLASSES, plan, options.steps)
+        trial = train_on_random_samples(network(options.width), [shape], CLASSES, plan, options.steps)
     except (MemoryLimitError, RuntimeError) as error:
         # Reading a batch that does not fit fails outside any action, with torch's own words.
         if not isinstance(error, MemoryLimitError) and "allocate memory" not in str(error):
             raise
         return False, str(error).splitlines()[0]
-    pairs = zip(plan.cluster.devices, measured.peak_memory_bytes)
+    pairs = zip(plan.cluster.devices, trial.timeline.peak_memory_bytes)
     fullest = max(pairs, key=lambda pair: pair[1] / pair[0].memory_bytes)
     used = f"{format_bytes(fullest[1])} of {format_bytes(fullest[0].memory_bytes)} on {fullest[0].name}"
-    return True, f"{measured.step_s:.3g} s per step, {used}"
+    return True, f"{trial.step_s:.3g} s per step, {used}"
 
 
 def measure(cluster: hp.Cluster, options: argparse.Namespace) -> hp.Profile:
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--memory", nargs="+", default=["60MB", "40MB", "40MB"], help="of each device")
     parser.add_argument("--width", type=int, default=4, help="channels of the first convolution")
     parser.add_argument("--pixels", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=1, help="optimizer steps of each run")
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps of each run")
     parser.add_argument("--micro-batch", default="8", help="of both; auto: the smallest measured size")
     parser.add_argument(
         "--above", type=float, default=1.5, help="the batch that must be refused memory, times"

@@ -73,8 +73,8 @@ def run(config: DictConfig, network: nn.Module, cluster: hp.Cluster) -> dict[str
     measured: dict[str, list[float]] = {name: [] for name in plans}
     for _ in range(config.rounds):
         for name, plan in plans.items():
-            timeline = train_on_random_samples(network, shapes, config.model.classes, plan, config.steps)
-            measured[name].append(config.batch_size / timeline.step_s)
+            trial = train_on_random_samples(network, shapes, config.model.classes, plan, config.steps)
+            measured[name].append(config.batch_size / trial.step_s)
     figures = {}
     for name, plan in plans.items():
         predicted, found = plan.prediction.images_per_s, statistics.median(measured[name])

@@ -74,7 +74,7 @@ def make_plan(
         device_order: Uses exactly these devices, in this order of stages.
         pinned_last: The device that must read the data and hold the last stage; any by default.
         optimizer_copies: State values that the optimizer keeps per parameter (Adam 2, momentum 1, SGD 0).
-        merge: ``auto`` lets devices share a stage where that saves more than 1 % of the step, ``never`` does
+        merge: ``auto`` lets devices share a stage where that saves more than 10 % of the step, ``never`` does
             not; or the groups of devices that must share one each. ``cuts`` and ``device_order`` name a group
             ``a+b``.
         baselines: False leaves the comparison out.

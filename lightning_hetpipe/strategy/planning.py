@@ -92,7 +92,7 @@ def choose_plans(
 
     def make() -> list[str]:
         plan = _make(options, profile, cluster, captured.batch_size, optimizer_copies)
-        return [each.to_json() for each in (plan, *_rivals(options, profile, plan, module))]
+        return [each.to_json() for each in (plan, *_rivals(options, profile, plan, module, optimizer_copies))]
 
     plans = tuple(map(Plan.from_json, exchange.lead(make)))
     if exchange.leads and options.run_dir is not None:
@@ -195,11 +195,19 @@ def _make(
     return plan if _is_movable(cluster) else replace(plan, cluster=cluster)
 
 
-def _rivals(options: Options, profile: Profile, plan: Plan, module: nn.Module) -> tuple[Plan, ...]:
+def _rivals(
+    options: Options, profile: Profile, plan: Plan, module: nn.Module, optimizer_copies: float
+) -> tuple[Plan, ...]:
     """What is tried in the first steps: only where all was left to the planner, and only what is exact."""
     if not options.refine or options.micro_batch is not None or options.split is not None:
         return ()
-    return rivals(profile, plan, sizes=not sees_micro_batches(module), schedule=options.schedule)
+    return rivals(
+        profile,
+        plan,
+        sizes=not sees_micro_batches(module),
+        schedule=options.schedule,
+        optimizer_copies=optimizer_copies,
+    )
 
 
 def _is_movable(cluster: Cluster) -> bool:

@@ -16,6 +16,7 @@ from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cluster import Cluster, Device
 from lightning_hetpipe.plans import Plan, Stage, micro_batch_sizes
 from lightning_hetpipe.stage.norm import convert_norm
+from lightning_hetpipe.strategy import planning
 from lightning_hetpipe.strategy.refine import (
     Refinement,
     Trial,
@@ -27,6 +28,7 @@ from lightning_hetpipe.strategy.refine import (
 from lightning_hetpipe.tracing import trace
 from tests.helpers.models import CLASSES, Classifier, loader
 from tests.helpers.parity import Recorder, assert_equal, one_device
+from tests.helpers.pipelines import trainer
 from tests.helpers.ranks import run_ranks
 from tests.helpers.synthetic import make_cluster, make_profile
 
@@ -274,3 +276,20 @@ def test_nothing_is_tried_where_it_was_not_left_to_the_planner(
     plan = trainer.strategy.plan
     assert {tuple(each) for each in module.by_step()[:-1]} == {micro_batch_sizes(BATCH, plan.micro_batch)}
     assert "measured in" not in plan.reason
+
+
+def test_rivals_are_weighed_with_the_optimizer_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spy(*_: Any, optimizer_copies: float, **__: Any) -> tuple[Plan, ...]:
+        (tmp_path / "asked").write_text(str(optimizer_copies))
+        return ()
+
+    monkeypatch.setattr(planning, "rivals", spy)
+    monkeypatch.setenv("HETPIPE_CACHE_DIR", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
+    x, y = torch.randn(8, 3, dtype=torch.float64), torch.randint(0, CLASSES, (8,))
+    strategy = HetPipeStrategy(cluster=PLANNED.cluster, start_method="fork", timeout_s=60)
+    trainer(strategy, 2, max_epochs=1).fit(Classifier(net), loader((x, y), 8))
+    assert float((tmp_path / "asked").read_text()) == 1.0  # SGD with momentum, and not Adam's 2
