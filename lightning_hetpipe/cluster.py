@@ -6,7 +6,7 @@ only `lightning_hetpipe.engine.emulate` looks at those settings.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -142,6 +142,14 @@ class Link:
     def transfer_s(self, size_bytes: float) -> float:
         """Seconds until a message of this size may be consumed."""
         return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+
+
+MESSAGE_BYTES = 1e6  # of a message that links are compared by
+
+
+def slowest_link(links: Iterable[Link]) -> Link:
+    """The link that a message of `MESSAGE_BYTES` takes longest over."""
+    return max(links, key=lambda link: link.transfer_s(MESSAGE_BYTES))
 
 
 # What two processes of one host reach over loopback; a measured profile replaces it.

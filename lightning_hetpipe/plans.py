@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from lightning_hetpipe.checks import frozen, is_number, is_whole, require
-from lightning_hetpipe.cluster import Cluster
+from lightning_hetpipe.cluster import Cluster, slowest_link
 from lightning_hetpipe.errors import ClusterError, PlanError
 from lightning_hetpipe.graph import LayerGraph, Route
 from lightning_hetpipe.predictions import Alternative as Alternative
@@ -179,8 +179,7 @@ class Plan:
         """What a channel group weighs; declared links and a fast device where it does not say."""
         if stage.pace is not None:
             return stage.pace
-        links = (self.cluster.link(a, b) for a, b in permutations(stage.devices, 2))
-        slowest = max(links, key=lambda link: link.transfer_s(1e6))
+        slowest = slowest_link(self.cluster.link(a, b) for a, b in permutations(stage.devices, 2))
         return Pace(FAST_WORK_PER_S, slowest.latency_s, slowest.bandwidth_bytes_per_s)
 
     def slices(self, n_samples: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.cluster import Cluster, Device, Link
+from lightning_hetpipe.cluster import Cluster, Device, Link, slowest_link
 from lightning_hetpipe.engine.c10d import Store
 from lightning_hetpipe.engine.control import Control
 from lightning_hetpipe.engine.emulate import Emulator
@@ -94,9 +94,9 @@ class Engine:
         name = f"group{next(self._groups)}"
         if self.rank not in ranks:
             return None
-        links = [emulated_link(self.cluster, pair) for pair in itertools.permutations(ranks, 2)]
-        slowest = max(filter(None, links), key=lambda link: link.transfer_s(1e6), default=None)
-        return Membership(self.control, name, ranks, self.emulator, slowest)
+        pairs = itertools.permutations(ranks, 2)
+        links = [link for pair in pairs if (link := emulated_link(self.cluster, pair)) is not None]
+        return Membership(self.control, name, ranks, self.emulator, slowest_link(links) if links else None)
 
     def install(
         self,

@@ -13,7 +13,7 @@ from itertools import permutations
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetpipe.cluster import Cluster, Link
+from lightning_hetpipe.cluster import Cluster, Link, slowest_link
 from lightning_hetpipe.plans import Pace, Stage
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.sharing import SharedOperation, Sharing
@@ -56,10 +56,9 @@ class ChannelRun:
     exchange_s: float
 
 
-def slowest_link(profile: Profile, cluster: Cluster, devices: Sequence[str]) -> Link:
-    """The link between two members that takes longest; what a collective waits for."""
-    links = (profile.link(cluster, a, b) for a, b in permutations(devices, 2))
-    return max(links, key=lambda link: link.transfer_s(1e6))
+def _awaited(profile: Profile, cluster: Cluster, devices: Sequence[str]) -> Link:
+    """The link between two members that a collective waits for."""
+    return slowest_link(profile.link(cluster, a, b) for a, b in permutations(devices, 2))
 
 
 def pace_of(profile: Profile, cluster: Cluster, devices: Sequence[str], micro_batch: int) -> Pace:
@@ -67,7 +66,7 @@ def pace_of(profile: Profile, cluster: Cluster, devices: Sequence[str], micro_ba
     assert profile.sharing is not None
     work = micro_batch * sum(operation.work for operation in profile.sharing.operations)
     seconds = (sum(map(np.sum, profile.device(name).layer_seconds(micro_batch))) for name in devices)
-    link = slowest_link(profile, cluster, devices)
+    link = _awaited(profile, cluster, devices)
     return Pace(float(sum(work / max(s, 1e-12) for s in seconds)), link.latency_s, link.bandwidth_bytes_per_s)
 
 
@@ -99,7 +98,7 @@ def channel_run(
 ) -> ChannelRun:
     """Seconds of a stage that was laid out for ``micro_batch``, for a micro-batch of ``size`` samples."""
     layout = layout_of(profile, stage, pace, micro_batch)
-    link = slowest_link(profile, cluster, stage.devices)
+    link = _awaited(profile, cluster, stage.devices)
     cost = GroupCost(stage.shares, latency_s=link.latency_s, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s)
     devices, run = [profile.device(name) for name in stage.devices], slice(stage.start, stage.stop)
     seconds: list[Array] = []

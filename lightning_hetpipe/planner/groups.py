@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lightning_hetpipe.cluster import ANY, Cluster, Device, Link
+from lightning_hetpipe.cluster import ANY, Cluster, Device, Link, slowest_link
 from lightning_hetpipe.planner.channel import can_share, channel_parts, channel_run, pace_of
 from lightning_hetpipe.plans import Split, Stage
 from lightning_hetpipe.profiles import DeviceProfile, Profile
@@ -203,8 +203,7 @@ def _rules(profile: Profile, cluster: Cluster, group: Stage, others: Sequence[St
 
 def _between(profile: Profile, cluster: Cluster, source: Stage, target: Stage) -> Link:
     """As fast as the slowest pair of members, each of which carries its part of a tensor only."""
-    links = [profile.link(cluster, a, b) for a in source.devices for b in target.devices]
-    slowest = max(links, key=lambda link: link.transfer_s(1e6))
+    slowest = slowest_link(profile.link(cluster, a, b) for a in source.devices for b in target.devices)
     sent = max(source.shares) if source.split == "batch" else 1 / len(source.devices)
     taken = max(target.shares) if target.split == "batch" else 1.0
     return Link(slowest.latency_s, slowest.bandwidth_bytes_per_s / (sent * taken))

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hetpipe.cluster import ANY, Cluster, Device, Link
+from lightning_hetpipe.cluster import ANY, MESSAGE_BYTES, Cluster, Device, Link, slowest_link
 from lightning_hetpipe.planner.chain import Array, Chain, Depth, MemoryTables
 from lightning_hetpipe.planner.cost import LayerCosts, batch_bytes, is_copied
 from lightning_hetpipe.profiles import Profile
 
-_MESSAGE = 1e6  # bytes of a message that links are compared by
 _TOLERANCE = 0.2  # times that differ by less are one link measured twice
 MAX_POOLS = 24  # more (many hosts, each pair with its own link) are put together by kind of device
 
@@ -75,7 +74,7 @@ def make_pools(profile: Profile, cluster: Cluster, *, pinned_last: str | None = 
 def _alike(profile: Profile, cluster: Cluster) -> dict[str, int]:
     """The number of a class for every device with measured links; equal where the links are.
 
-    Links are equal when a `_MESSAGE` takes equally long within `_TOLERANCE` of the first of their class: a
+    Links are equal when `MESSAGE_BYTES` take equally long within `_TOLERANCE` of the first of their class: a
     measurement repeats no better. Two devices are alike when their links to every third device are,
     in both directions, and when the links between the two agree with each other; so measured clusters of
     equal devices make as few pools as declared ones.
@@ -86,7 +85,7 @@ def _alike(profile: Profile, cluster: Cluster) -> dict[str, int]:
         return {}
     seconds = np.array(
         [
-            [profile.link(cluster, a, b).transfer_s(_MESSAGE) if a != b else np.nan for b in names]
+            [profile.link(cluster, a, b).transfer_s(MESSAGE_BYTES) if a != b else np.nan for b in names]
             for a in names
         ]
     )
@@ -132,11 +131,7 @@ def _links(
         # One device of each host stands for it.
         ends = [_one_per_host(cluster, side) for side in (sources, targets)]
         links = [profile.link(cluster, a, b) for a in ends[0] for b in ends[1] if a != b]
-        return (
-            max(links, key=lambda link: link.transfer_s(1e6))
-            if links
-            else profile.link(cluster, sources[0], targets[0])
-        )
+        return slowest_link(links) if links else profile.link(cluster, sources[0], targets[0])
 
     return tuple(tuple(between(sources, targets) for targets in names) for sources in names)
 
