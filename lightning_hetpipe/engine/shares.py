@@ -8,7 +8,6 @@ what is measured is the member's own work, and a collective's cost is left to th
 run is that of all its layers which can be shared.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.profiles import DeviceProfile
-from lightning_hetpipe.profiling.measure import resized_rows, run_starts, sweep, unchanged
+from lightning_hetpipe.profiling.measure import Times, medians, resized_rows, run_starts, sweep, unchanged
 from lightning_hetpipe.sharing import SharedOperation, SharedWay, Sharing
 from lightning_hetpipe.stage.analyse import StageLayout, analyse, operations_of
 from lightning_hetpipe.stage.batchnorm import FrozenBatchNorm, SharedBatchNorm
@@ -41,7 +40,6 @@ _PART = 0.5  # of the seconds that measuring the layers took, at most
 _REPEATS = 2
 
 Array = npt.NDArray[np.float64]
-Times = tuple[list[float], list[float]]  # forward and backward
 Context = Callable[[], AbstractContextManager[Any]]
 
 
@@ -156,7 +154,7 @@ def with_shares(
     with unchanged(traced.module, batch):
         stages = [traced.stage(*edge, place, returns=False) for edge in pairwise(edges)]
         began_s = time.perf_counter()
-        before = _medians(stages, batch, context)
+        before = _seconds(stages, batch, context)
         sweep_s = time.perf_counter() - began_s
         for fraction in FRACTIONS:
             if done and time.perf_counter() + fraction * sweep_s > deadline_s:
@@ -167,7 +165,7 @@ def with_shares(
                     stage if run.layout is None else ChannelStage(stage, run.layout, _Alone())
                     for stage, run in zip(stages, runs)
                 ]
-                after = _medians(members, batch, context)
+                after = _seconds(members, batch, context)
             parts = [part for run, stage in zip(runs, stages) for part in run.shared_parts(stage)]
             columns.append(_factors(whole, np.array(parts), runs, fraction, before, after))
             done.append(fraction)
@@ -200,12 +198,10 @@ class _Run:
         return parts
 
 
-def _medians(stages: Sequence[Any], batch: Mapping[str, Tensor], context: Context) -> Times:
+def _seconds(stages: Sequence[Any], batch: Mapping[str, Tensor], context: Context) -> Times:
     """Forward and backward seconds of each stage, after a sweep that warms up."""
     sweep(stages, batch, context)
-    sweeps = [sweep(stages, batch, context)[0] for _ in range(_REPEATS)]
-    forward, backward = ([statistics.median(t) for t in zip(*(each[k] for each in sweeps))] for k in (0, 1))
-    return forward, backward
+    return medians([sweep(stages, batch, context)[0] for _ in range(_REPEATS)])
 
 
 def _factors(

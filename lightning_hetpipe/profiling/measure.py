@@ -18,7 +18,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import ProfileError
 from lightning_hetpipe.profiles import DeviceProfile
+from lightning_hetpipe.profiling.walk import walk
 from lightning_hetpipe.profiling.weigh import Weights, through, weigh
 from lightning_hetpipe.tracing import StageModule, Traced
 
@@ -149,10 +149,11 @@ def _pace(
         clock, wall = sweep(stages, inputs, context, section, _PAUSE_S)
         sweeps.append(clock)
         walls_s += sum(map(sum, wall))
-    return walls_s / sum(sum(map(sum, sweep)) for sweep in sweeps), _medians(sweeps)
+    return walls_s / sum(sum(map(sum, sweep)) for sweep in sweeps), medians(sweeps)
 
 
-def _medians(sweeps: Sequence[Times]) -> Times:
+def medians(sweeps: Sequence[Times]) -> Times:
+    """Of each stage's forward and backward, over sweeps."""
     forward = [statistics.median(times) for times in zip(*(sweep[0] for sweep in sweeps))]
     backward = [statistics.median(times) for times in zip(*(sweep[1] for sweep in sweeps))]
     return forward, backward
@@ -169,7 +170,7 @@ def _repeat(
         sweeps.append(sweep(stages, inputs, context)[0])
     totals = sorted(sum(each[0]) + sum(each[1]) for each in sweeps)
     spread = (totals[-1] - totals[0]) / 2 / statistics.median(totals)
-    return _medians(sweeps), spread
+    return medians(sweeps), spread
 
 
 def sweep(
@@ -184,46 +185,14 @@ def sweep(
     Returns:
         Forward and backward seconds of each stage, in the processor's time and in wall-clock time.
     """
-    made = dict(inputs)
     place = next(iter(inputs.values())).device
-    entered: list[dict[str, Tensor]] = []
-    left: list[dict[str, Tensor]] = []
-    forward_s: list[Timing] = []
-    for stage in stages:
-        values = {
-            name: made[name].detach().requires_grad_(made[name].requires_grad) for name in stage.input_names
-        }
-        with context():
-            time.sleep(pause_s)
-            seconds, outputs = _timed(partial(stage, values), section, place)
-        forward_s.append(seconds)
-        entered.append(values)
-        left.append(outputs)
-        made.update({name: tensor for name, tensor in outputs.items() if name not in values})
-    gradients = {
-        name: torch.full_like(tensor, 1 / max(tensor.numel(), 1)) for name, tensor in left[-1].items()
-    }
-    made.clear()
-    backward_s: list[Timing] = []
-    for _ in stages:
-        values, outputs = entered.pop(), left.pop()
-        pairs = [
-            (tensor, gradients[name])
-            for name, tensor in outputs.items()
-            if tensor.requires_grad and name in gradients
-        ]
-        seconds = (0.0, 0.0)
-        if pairs:
-            tensors, incoming = zip(*pairs)
-            time.sleep(pause_s)
-            seconds, _ = _timed(partial(torch.autograd.backward, tensors, incoming), section, place)
-        backward_s.append(seconds)
-        for name, tensor in values.items():
-            if tensor.grad is not None:
-                gradients[name] = tensor.grad + gradients[name] if name in gradients else tensor.grad
-    clock, wall = (
-        ([each[kind] for each in forward_s], [each[kind] for each in reversed(backward_s)]) for kind in (0, 1)
-    )
+
+    def timed(run: Callable[[], T]) -> tuple[Timing, T]:
+        time.sleep(pause_s)
+        return _timed(run, section, place)
+
+    forward, backward = walk(stages, inputs, context, timed, (0.0, 0.0))
+    clock, wall = (([each[kind] for each in forward], [each[kind] for each in backward]) for kind in (0, 1))
     return clock, wall
 
 

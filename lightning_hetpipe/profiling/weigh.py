@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_hetpipe.profiling.memory import mapping, memory_bytes, peak_memory_bytes, reset_peak
+from lightning_hetpipe.profiling.walk import walk
 from lightning_hetpipe.tracing import StageModule
 
 T = TypeVar("T")
@@ -30,43 +30,8 @@ def weigh(
 ) -> Weights:
     """Runs layers forward and backward once; they have run before, so that nothing is loaded now."""
     place = next(iter(inputs.values())).device
-    made = dict(inputs)
-    entered: list[dict[str, Tensor]] = []
-    left: list[dict[str, Tensor]] = []
-    forward: list[float] = []
     with mapping(place):
-        for stage in stages:
-            values = {
-                name: made[name].detach().requires_grad_(made[name].requires_grad)
-                for name in stage.input_names
-            }
-            with context():
-                needed, outputs = _weighed(partial(stage, values), place)
-            forward.append(needed)
-            entered.append(values)
-            left.append(outputs)
-            made.update({name: tensor for name, tensor in outputs.items() if name not in values})
-        gradients = {
-            name: torch.full_like(tensor, 1 / max(tensor.numel(), 1)) for name, tensor in left[-1].items()
-        }
-        made.clear()
-        backward: list[float] = []
-        while left:
-            values, outputs = entered.pop(), left.pop()
-            pairs = [
-                (tensor, gradients[name])
-                for name, tensor in outputs.items()
-                if tensor.requires_grad and name in gradients
-            ]
-            needed = 0.0
-            if pairs:
-                tensors, incoming = zip(*pairs)
-                needed, _ = _weighed(partial(torch.autograd.backward, tensors, incoming), place)
-            backward.append(needed)
-            for name, tensor in values.items():
-                if tensor.grad is not None:
-                    gradients[name] = tensor.grad + gradients[name] if name in gradients else tensor.grad
-    return Weights(forward, backward[::-1])
+        return Weights(*walk(stages, inputs, context, lambda run: _weighed(run, place), 0.0))
 
 
 def through(weights: Sequence[Weights], sizes: Sequence[int], fixed: Sequence[float]) -> list[Table]:
