@@ -15,6 +15,7 @@ from lightning_hetpipe.profiles import DeviceProfile
 from lightning_hetpipe.strategy import prepare
 from lightning_hetpipe.strategy.options import read_plan
 from lightning_hetpipe.tracing import trace
+from tests.helpers.pipelines import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's; those of this package are logged
 CLUSTER = Cluster("pair", (Device("a"), Device("b")), (Link(1e-6, 1e10),))
@@ -35,7 +36,7 @@ class Module(pl.LightningModule):
 
 def profile_in_which_merging_pays() -> Profile:
     traced = trace(Module().net, (x := torch.randn(8, 4),), {})
-    seconds = tuple((size / 10,) for size in (1.0, 0.1, 1.0))
+    seconds = tuple((size / 10,) for size in (1.0, 0.1, 3.0))  # nowhere to cut well
     devices = tuple(DeviceProfile(name, (8,), seconds, seconds) for name in "ab")
     return Profile(traced.graph, devices, sharing=sharing_of(traced, traced.bind((x,), {}), 2))
 
@@ -44,19 +45,9 @@ def fit(folder: Path, **options: Any) -> HetPipeStrategy:
     strategy = HetPipeStrategy(
         cluster=CLUSTER, profile=profile_in_which_merging_pays(), start_method="fork", timeout_s=60, **options
     )
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=folder,
-    )
     data = torch.utils.data.TensorDataset(torch.randn(16, 4))
-    trainer.fit(Module(), torch.utils.data.DataLoader(data, 8))
+    run = trainer(strategy, 2, max_epochs=1, default_root_dir=folder)
+    run.fit(Module(), torch.utils.data.DataLoader(data, 8))
     return strategy
 
 
