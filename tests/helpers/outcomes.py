@@ -17,6 +17,8 @@ import torch
 import torch.fx.experimental.symbolic_shapes  # for the first backward; once here, not in each child
 from torch.distributed import Store, TCPStore
 
+from lightning_hetpipe.errors import RankFailedError
+
 
 @dataclass
 class Outcome:
@@ -75,6 +77,19 @@ def values(found: list[Outcome]) -> list[Any]:
             raise outcome.error
     assert all(outcome.ended for outcome in found), "a rank did not end"
     return [outcome.value for outcome in found]
+
+
+def messages(found: list[Outcome], culprit: int, how: str) -> list[str]:
+    """What all ranks but the culprit raised, which must be `RankFailedError`; it fell as ``how`` says."""
+    texts = []
+    for rank, outcome in enumerate(found):
+        if rank == culprit:
+            assert isinstance(outcome.error, ZeroDivisionError if how == "raise" else type(None))
+            continue
+        assert outcome.ended, f"rank {rank} hangs or died (exit code {outcome.exit_code})"
+        assert isinstance(outcome.error, RankFailedError), outcome
+        texts.append(str(outcome.error))
+    return texts
 
 
 def _child(rank: int, n: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...], writer: Any) -> None:

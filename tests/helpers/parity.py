@@ -1,7 +1,7 @@
 """What tests of equal training share: the run on one device, and a record of a run by many."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_hetpipe.plans import micro_batch_sizes
+from lightning_hetpipe.strategy.partition import OwnerMap
 from tests.helpers.models import Classifier
 
 
@@ -75,3 +76,18 @@ def one_device(
 
 def assert_equal(name: str, found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=0, msg=lambda text: f"{name}: {text}")
+
+
+def assert_same_gradients(
+    ranks: Sequence[Sequence[Mapping[str, Tensor]]],
+    owners: OwnerMap,
+    expected: Sequence[Mapping[str, Tensor]],
+) -> None:
+    """Every owner of a parameter has the expected gradient at every step, or its part of it."""
+    for step, whole in enumerate(expected):
+        for key, gradient in whole.items():
+            held = [ranks[rank][step][key] for rank in owners.of(key)]
+            if key in owners.shards:
+                held = [owners.shards[key].join(held)]
+            for found in held:
+                assert_equal(key, found, gradient)

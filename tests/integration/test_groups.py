@@ -19,7 +19,7 @@ from lightning_hetpipe.plans import Split, Stage
 from lightning_hetpipe.strategy import groups
 from lightning_hetpipe.tracing import trace
 from tests.helpers.models import Classifier, build, images, loader
-from tests.helpers.parity import Recorder, assert_equal, one_device, pairwise_cover
+from tests.helpers.parity import Recorder, assert_equal, assert_same_gradients, one_device, pairwise_cover
 from tests.helpers.ranks import run_ranks
 from tests.helpers.zoo import ZOO, network
 from tests.stage.parity import free_communication
@@ -134,13 +134,7 @@ def test_a_shared_stage_trains_as_one_device(
         assert rank_losses == pytest.approx(losses, abs=1e-9)
     owners = ranks[0][2]
     assert bool(owners.shards) == (split == "channel")
-    for step, expected in enumerate(gradients):
-        for key, gradient in expected.items():
-            held = [ranks[rank][1][step][key] for rank in owners.of(key)]
-            if key in owners.shards:
-                held = [owners.shards[key].join(held)]
-            for found in held:
-                assert_equal(key, found, gradient)
+    assert_same_gradients([recorded for _, recorded, _ in ranks], owners, gradients)
     state = module.state_dict()
     assert state.keys() == expected_state.keys()
     for key in state:

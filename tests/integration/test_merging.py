@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy
 from lightning_hetpipe.tracing import trace
 from tests.helpers.models import Classifier, build, loader
-from tests.helpers.parity import Recorder, assert_equal, one_device
+from tests.helpers.parity import Recorder, assert_equal, assert_same_gradients, one_device
+from tests.helpers.pipelines import trainer
 from tests.helpers.ranks import run_ranks
 
 BATCH, MICRO_BATCH, SAMPLES = 8, 4, 20
@@ -39,20 +39,8 @@ def test_a_group_that_is_asked_for_by_name_trains_as_one_device(
     strategy = HetPipeStrategy(
         cluster=CLUSTER, micro_batch=MICRO_BATCH, norm="keep", start_method="fork", timeout_s=60, **asked
     )
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=3,
-        precision="64-true",
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-        callbacks=[Recorder(tmp_path)],
-    )
-    trainer.fit(module, loader(samples, BATCH))
+    options = {"precision": "64-true", "default_root_dir": tmp_path, "callbacks": [Recorder(tmp_path)]}
+    trainer(strategy, 3, max_epochs=1, **options).fit(module, loader(samples, BATCH))
 
     ranks = [torch.load(tmp_path / f"rank{i}.pt", weights_only=False) for i in range(3)]
     owners = ranks[0][2]
@@ -65,12 +53,6 @@ def test_a_group_that_is_asked_for_by_name_trains_as_one_device(
         assert [stage.start for stage in strategy.plan.stages] == [0, len(graph) // 2]
     for rank_losses, _, _ in ranks:
         assert rank_losses == pytest.approx(losses, abs=1e-9)
-    for step, expected in enumerate(gradients):
-        for key, gradient in expected.items():
-            held = [ranks[rank][1][step][key] for rank in owners.of(key)]
-            if key in owners.shards:
-                held = [owners.shards[key].join(held)]
-            for found in held:
-                assert_equal(key, found, gradient)
+    assert_same_gradients([recorded for _, recorded, _ in ranks], owners, gradients)
     for key, tensor in module.state_dict().items():
         assert_equal(key, tensor, expected_state[key])

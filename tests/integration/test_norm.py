@@ -11,6 +11,7 @@ from torch import nn
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.plans import micro_batch_sizes
 from tests.helpers.models import CLASSES, Classifier, images, loader
+from tests.helpers.pipelines import trainer
 
 CLUSTER = {"name": "pair", "devices": [{"name": "a", "speed": 0.5}, {"name": "b", "speed": 0.5}]}
 
@@ -114,20 +115,11 @@ def test_a_batch_that_is_not_a_multiple_leaves_batchnorm_no_single_sample(
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
     x, y = torch.randn(13, 3, dtype=torch.float64), torch.randint(0, CLASSES, (13,))
-    trainer = pl.Trainer(
-        strategy=HetPipeStrategy(
-            cluster=CLUSTER, plan={"cuts": ["2"]}, micro_batch=micro_batch, start_method="fork", timeout_s=60
-        ),
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
+    strategy = HetPipeStrategy(
+        cluster=CLUSTER, plan={"cuts": ["2"]}, micro_batch=micro_batch, start_method="fork", timeout_s=60
     )
-    trainer.fit(Classifier(net), loader((x, y), 13))  # 13 = 1 modulo each of the sizes
+    data = loader((x, y), 13)  # 13 = 1 modulo each of the sizes
+    trainer(strategy, 2, max_epochs=1, default_root_dir=tmp_path).fit(Classifier(net), data)
     assert int(net[1].num_batches_tracked) == len(micro_batch_sizes(13, micro_batch))
 
 
