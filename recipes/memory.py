@@ -11,13 +11,14 @@ import itertools
 import multiprocessing
 import warnings
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 
 import lightning as L
 import torch
 import torch.nn.functional as F
 import torchvision
-from resnet import keep_resolution
+from resnet import small_picture_network
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,12 +30,6 @@ Row = tuple[str, int, int]  # device, predicted and measured bytes
 STEPS = 3
 
 
-def resnet18() -> nn.Module:
-    network = torchvision.models.resnet18(num_classes=10)
-    keep_resolution(network)
-    return network
-
-
 def vit_tiny() -> nn.Module:
     return torchvision.models.VisionTransformer(
         image_size=32, patch_size=4, num_layers=12, num_heads=3, hidden_dim=192, mlp_dim=768, num_classes=10
@@ -42,8 +37,8 @@ def vit_tiny() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "resnet18": resnet18,
-    "vgg11_bn": lambda: torchvision.models.vgg11_bn(num_classes=10),
+    "resnet18": partial(small_picture_network, "resnet18"),
+    "vgg11_bn": partial(small_picture_network, "vgg11_bn"),
     "vit_tiny": vit_tiny,
 }
 

@@ -19,13 +19,10 @@ from typing import Any
 
 import lightning as L
 import torch
-import torchvision
 from classifier import Classifier
-from resnet import keep_resolution
+from resnet import small_picture_network
 from rich.table import Table
-from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
-from torchvision.models import ResNet
 
 import lightning_hetpipe as hp
 from lightning_hetpipe.planner.microbatch import offered
@@ -49,14 +46,6 @@ class Cell:
     def key(self, asked: str) -> str:
         """A run of the cell in the file."""
         return f"{self.model}/{self.cluster}/{self.batch_size}/{self.norm}/{asked}"
-
-
-def network(name: str) -> nn.Module:
-    """A torchvision model for small pictures."""
-    made: nn.Module = getattr(torchvision.models, name)(num_classes=CLASSES)
-    if isinstance(made, ResNet):
-        keep_resolution(made)
-    return made
 
 
 def train(cell: Cell, micro_batch: str, steps: int, profile: Path) -> dict[str, Any]:
@@ -87,7 +76,9 @@ def train(cell: Cell, micro_batch: str, steps: int, profile: Path) -> dict[str, 
     images = torch.randn(cell.batch_size, 3, PIXELS, PIXELS)
     samples = TensorDataset(images, torch.randint(CLASSES, (cell.batch_size,)))
     repeated = Subset(samples, list(range(cell.batch_size)) * steps)
-    trainer.fit(Classifier(network(cell.model), lr=0.01), DataLoader(repeated, cell.batch_size))
+    trainer.fit(
+        Classifier(small_picture_network(cell.model, CLASSES), lr=0.01), DataLoader(repeated, cell.batch_size)
+    )
     plan = strategy.plan
     return {
         "micro_batch": plan.micro_batch,

@@ -24,6 +24,14 @@ def main(config: DictConfig) -> dict[str, float]:
     return train(config, Classifier(network, lr=config.lr))
 
 
+def small_picture_network(name: str, num_classes: int = 10) -> nn.Module:
+    """A torchvision model for pictures of 32 pixels."""
+    network: nn.Module = getattr(torchvision.models, name)(num_classes=num_classes)
+    if isinstance(network, ResNet):
+        keep_resolution(network)
+    return network
+
+
 def keep_resolution(network: ResNet) -> None:
     """Begins with a 3x3 convolution and no pooling, as is usual for small pictures.
 

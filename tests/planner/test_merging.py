@@ -200,7 +200,9 @@ def test_the_plan_is_as_fast_as_the_best_of_all_groupings(speeds, options) -> No
     profile, cluster = problem(speeds, 4, rough=True, **options)
     plan = make_plan(profile, cluster, 8, baselines=False)
     optimum = best_of_all(profile, cluster, 8)
-    assert plan.prediction.step_s <= optimum / (1 - GAIN) * 1.02  # groups that save less are left
+    shared = any(stage.split != "none" for stage in plan.stages)
+    left = 1.0 if shared else 1 - GAIN  # groups that save less are left
+    assert plan.prediction.step_s <= optimum / left * 1.02
     assert plan.schedule == "interleaved" or plan.prediction.step_s >= optimum * (1 - 1e-9)
 
 
