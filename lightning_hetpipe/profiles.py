@@ -106,6 +106,20 @@ class DeviceProfile:
             _interpolate(self.micro_batches, backward, micro_batch),
         )
 
+    def slowed(self, factor: float, device: str) -> "DeviceProfile":
+        """The profile of a device that takes ``factor`` times as long for everything."""
+
+        def longer(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(factor * seconds for seconds in row) for row in table)
+
+        return replace(
+            self,
+            device=device,
+            forward_s=longer(self.forward_s),
+            backward_s=longer(self.backward_s),
+            optimizer_s_per_byte=factor * self.optimizer_s_per_byte,
+        )
+
     def share_factors(self, fraction: float) -> tuple[Array, Array]:
         """What a fraction of the channels takes of each layer's forward and backward, ``[layers]`` each.
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lightning_hetpipe.cluster import Cluster
-from lightning_hetpipe.engine.survey import profile
+from lightning_hetpipe.engine.survey import fastest_alike, profile
 from lightning_hetpipe.errors import ProfileError
 from lightning_hetpipe.profiling import device
 
@@ -55,3 +55,15 @@ def test_devices_that_are_not_here_are_profiled_from_their_data_sheet_or_not_at_
     if not torch.cuda.is_available():
         with pytest.raises(ProfileError, match="has cuda devices and this machine has none"):
             profile(module, torch.randn(8, 64), lab)
+
+
+def test_a_slower_emulated_device_takes_longer_in_proportion_to_its_speed(module):
+    lab = cluster({"name": "fast", "speed": 0.8}, {"name": "slow", "speed": 0.2})
+    measured = profile(module, torch.randn(16, 64), lab)
+    for fast, slow in zip(measured.device("fast").layer_seconds(8), measured.device("slow").layer_seconds(8)):
+        assert slow == pytest.approx(4 * fast)
+
+
+def test_devices_of_unequal_memory_are_measured_apart():
+    lab = cluster({"name": "a", "speed": 0.5, "memory": "1GB"}, {"name": "b", "speed": 0.4, "memory": "2GB"})
+    assert [fastest_alike(device, lab).name for device in lab.devices] == ["a", "b"]
