@@ -153,6 +153,7 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
                 join(each, owners, run.exchange.rank, run.group)
                 gather(each, owners, run.exchange.rank, run.group)
 
+    del captured  # or the batch in it would count as memory that the process has anyway
     run.engine.limit_memory(_held_bytes(run.module))
     pipeline = Pipeline(
         run.module,
