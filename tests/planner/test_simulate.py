@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 
 from lightning_hetpipe.errors import PlanError, ScheduleError
 from lightning_hetpipe.graph import Route
-from lightning_hetpipe.planner.cost import gpipe_step_s, lower_bound_s, one_f_one_b_step_s, safe_k
+from lightning_hetpipe.planner.cost import (
+    SAMPLE_BYTES,
+    gpipe_step_s,
+    lower_bound_s,
+    one_f_one_b_step_s,
+    safe_k,
+)
 from lightning_hetpipe.planner.simulate import simulate, simulate_schedule, step_seconds
 from lightning_hetpipe.plans import Plan, Stage
 from lightning_hetpipe.schedule import Action, Kind, Schedule, make_schedule
@@ -147,7 +153,7 @@ def test_a_hand_written_plan_is_simulated_with_its_memory() -> None:
     assert timeline.n_ranks == 3
     assert timeline.busy[2] == 0
     # Weights, gradients, state; what is in flight; what is received; the last layer's backward; the batch.
-    last = 3 * 1000 * 3 + (3 * 500 * 2 + 20) + 2 * 200 + (200 + 1000) + 8 * 50
+    last = 3 * 1000 * 3 + (3 * 500 * 2 + 20) + 2 * 200 + (200 + 1000) + 8 * (50 + SAMPLE_BYTES)
     first = 1000 * 3 + 2 * (500 * 2 + 200) + 2 * 100 + 200 + 1000 + 200
     assert timeline.peak_memory_bytes == (last, first, 0)
 
