@@ -10,9 +10,20 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-__all__ = ["Collectives", "Group", "PrefixStore", "Store", "Work", "gloo_device", "gloo_group", "nccl_group"]
+__all__ = [
+    "Collectives",
+    "Group",
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "Work",
+    "gloo_device",
+    "gloo_group",
+    "nccl_group",
+]
 
 
 class Work(Protocol):

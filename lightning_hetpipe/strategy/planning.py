@@ -111,13 +111,14 @@ def _profile(
     measure: Callable[[MeasuringBar], DeviceProfile],
     bar: MeasuringBar,
 ) -> Profile:
-    """What every rank measured of its own device, now or in an earlier run, and the links between them."""
+    """What every rank measured of its own device, now or earlier, the links between them, their software."""
     devices = tuple(exchange.agree(partial(measure, bar)))
     bar.advance("measuring the links", 0, None)
     return Profile(
         traced.graph,
         devices,
         links=engine.measure_links(cluster),
+        software=engine.measure_software(cluster),
         environment={"torch": torch.__version__, "processor": processor_name()},
         sharing=sharing,
     )
