@@ -10,14 +10,13 @@ adds. Copies that a stage makes for a collective are computing, and measured wit
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_hetpipe.cluster import Cluster
-from lightning_hetpipe.engine.c10d import Collectives, HashStore, Work, gloo_device, gloo_group
+from lightning_hetpipe.engine.c10d import Collectives, Work, gloo_device, gloo_group, thread_store
 from lightning_hetpipe.engine.control import Control, Message
 from lightning_hetpipe.engine.message import Layout
 from lightning_hetpipe.engine.probe import machine
@@ -93,8 +92,7 @@ def between_threads() -> Software:
     Raises:
         ProfileError: One of them failed, or did not answer in time.
     """
-    store = HashStore()
-    store.set_timeout(timedelta(seconds=PATIENCE_S))
+    store = thread_store(PATIENCE_S)
     found: list[Software | None] = []
     errors: list[BaseException] = []
 
