@@ -1,5 +1,6 @@
 """Profiles a whole cluster from one process: every kind of device in turn, links as the cluster gives them.
 
+What messages and collectives cost in software comes on top of such links; between CPUs it is measured.
 Right for emulated clusters and for the devices of one host. The strategy profiles differently: each
 rank measures its own device.
 """
@@ -20,6 +21,7 @@ from lightning_hetpipe.cluster import Cluster, Device
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.places import torch_device
 from lightning_hetpipe.engine.shares import measuring_shares, sharing_of
+from lightning_hetpipe.engine.software import software_here
 from lightning_hetpipe.errors import ClusterError, GraphError, ProfileError
 from lightning_hetpipe.profiles import DeviceProfile, Origin, Profile
 from lightning_hetpipe.profiling.analytic import analytic_profile
@@ -56,11 +58,13 @@ def profile(
         progress: Called with (device name, parts done, parts in all).
 
     Returns:
-        A profile with one entry per device. Measured ones are kept in the user's cache folder.
+        A profile with one entry per device, and what messages and collectives cost between CPUs (zero in
+        a cluster with other devices). What is measured is kept in the user's cache folder.
 
     Raises:
         GraphError: The module does not trace.
-        ProfileError: A device has no published figures, or is not of this host.
+        ProfileError: A device has no published figures, or is not of this host; or processes of this machine
+            cannot reach each other.
     """
     require(isinstance(module, nn.Module), GraphError, "module", module, "a torch.nn.Module")
     require(isinstance(cluster, Cluster), ClusterError, "cluster", cluster, "a Cluster")
@@ -78,7 +82,7 @@ def profile(
             "origin='analytic' (profile=analytic) where the cluster gives published figures"
         )
     measured = _measure(module, args, blocks, sizes, cluster, optimizer, sharing is not None, progress)
-    return replace(measured, sharing=sharing)
+    return replace(measured, sharing=sharing, software=software_here(cluster))
 
 
 def tabulated_sizes(batch_size: int) -> tuple[int, ...]:

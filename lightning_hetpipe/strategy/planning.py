@@ -111,7 +111,7 @@ def _profile(
     measure: Callable[[MeasuringBar], DeviceProfile | None],
     bar: MeasuringBar,
 ) -> Profile:
-    """What every rank measured of its own device, now or in an earlier run, and the links between them."""
+    """What every rank measured of its own device, now or earlier, the links between them, their software."""
     found: list[DeviceProfile | None] = exchange.agree(partial(measure, bar))
     measured = {each.device: each for each in found if each is not None}
     devices = tuple(
@@ -125,6 +125,7 @@ def _profile(
         traced.graph,
         devices,
         links=engine.measure_links(cluster),
+        software=engine.measure_software(cluster),
         environment={"torch": torch.__version__, "processor": processor_name()},
         sharing=sharing,
     )

@@ -25,7 +25,7 @@ def chain(n: int) -> tuple[Route, ...]:
     return tuple(routes)
 
 
-def run(name, forward, backward, transfers, m, in_flight, latency=0.0) -> float:
+def run(name, forward, backward, transfers, m, in_flight, latency=0.0, sent=0.0) -> float:
     """Simulated seconds of a pipeline; ``transfers`` are one direction's link times per cut."""
     n = len(forward)
     schedule = make_schedule(
@@ -42,10 +42,10 @@ def run(name, forward, backward, transfers, m, in_flight, latency=0.0) -> float:
             return 0.0
         return forward[action.stage] if action.kind is Kind.F else backward[action.stage]
 
-    def transfer(action: Action, source: int, target: int) -> tuple[float, float]:
+    def transfer(action: Action, source: int, target: int) -> tuple[float, float, float]:
         if action.stage < 0:
-            return 0.0, 0.0
-        return transfers[min(action.stage, action.peer)], latency
+            return 0.0, 0.0, 0.0
+        return sent, transfers[min(action.stage, action.peer)], latency
 
     timeline = simulate_schedule(schedule, seconds, transfer)
     assert timeline.step_s == step_seconds(schedule, seconds, transfer)
@@ -110,7 +110,7 @@ def test_a_group_starts_together_and_ends_together() -> None:
         reduce=(0,),
     )
     timeline = simulate_schedule(
-        schedule, lambda action: 1.0, lambda action, source, target: (0.25 * target, 0.0)
+        schedule, lambda action: 1.0, lambda action, source, target: (0.0, 0.25 * target, 0.0)
     )
     times = [
         [
@@ -128,7 +128,7 @@ def test_a_deadlock_is_an_error() -> None:
     actions = ((Action.parse("0RECV_F0:1"),), (Action.parse("1RECV_F0"),))
     schedule = Schedule("broken", actions, ((0,), (1,)), 1)
     with pytest.raises(ScheduleError, match="deadlocks at 0RECV_F0:1, 1RECV_F0"):
-        simulate_schedule(schedule, lambda action: 1.0, lambda *_: (0.0, 0.0))
+        simulate_schedule(schedule, lambda action: 1.0, lambda *_: (0.0, 0.0, 0.0))
 
 
 def hand_plan(graph, cluster, cuts, devices, **options) -> Plan:
