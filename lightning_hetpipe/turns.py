@@ -6,7 +6,8 @@
     plan 2                        set-up ██   ██
 
 All trials are there at the same time, each with its ranks. The caller's process hands the baton on: a trial
-runs while it has it. The first turn of each is a warm-up.
+runs while it has it, and is stopped in between, because a rank that only waits still watches over the others.
+The first turn of each is a warm-up.
 """
 
 import multiprocessing
@@ -35,6 +36,7 @@ from lightning_hetpipe.trial import Trial, fit, random_batches, start_method
 WARM_UP_STEPS = 3  # of the first turn: memory is counted in two of them, which makes them slower
 _TURN_S = 900.0  # the longest turn; the first one sets up
 _WAITS_S = 24 * 3600.0  # how long the ranks of a trial may wait for its turn
+_SETTLE_S = 0.1  # for ranks that were stopped to look after each other, before they are timed
 _GRACE_S = 30.0  # for trials to end by themselves
 
 
@@ -100,6 +102,18 @@ class _Running:
     process: ForkProcess
     baton: Connection
 
+    def go_on(self) -> None:
+        """Hands the baton over."""
+        self.signal(signal.SIGCONT)
+        time.sleep(_SETTLE_S)
+        with suppress(OSError):  # it may have ended, which is seen when it is waited for
+            self.baton.send(True)
+
+    def signal(self, signum: signal.Signals) -> None:
+        """To all processes of the trial that there are."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid or 0, signum)
+
 
 class _Gate(L.Callback):
     """Runs the steps of a turn, then hands the baton back and waits for it; on all ranks of a trial."""
@@ -163,8 +177,7 @@ def _run(
 
 def _turn(trials: Sequence[_Running], mine: _Running) -> _Turn:
     """Gives the baton to a trial and waits until it comes back."""
-    with suppress(OSError):  # of one that has ended, which is seen below
-        mine.baton.send(True)
+    mine.go_on()
     speakers: dict[Any, _Running] = {each.baton: each for each in trials}
     speakers |= {each.process.sentinel: each for each in trials}
     ready = wait(list(speakers), _TURN_S)
@@ -173,13 +186,13 @@ def _turn(trials: Sequence[_Running], mine: _Running) -> _Turn:
     said = _said(speakers[ready[0]])  # by any other than the one whose turn it is: that it has failed
     if said is None:
         raise _failure(speakers[ready[0]], "its process was killed")
+    mine.signal(signal.SIGSTOP)
     return said
 
 
 def _finish(trial: _Running) -> None:
     """Lets a trial end after its last turn."""
-    with suppress(OSError):
-        trial.baton.send(True)
+    trial.go_on()
     if not wait([trial.process.sentinel], _TURN_S):
         raise RankFailedError(f"the trial of {trial.name} took longer than {_TURN_S:g} s to end")
     _said(trial)
@@ -210,11 +223,11 @@ def _end(trials: Sequence[_Running]) -> None:
     """Ends all trials: those that run by themselves, once nobody holds the other end of their baton."""
     for each in trials:
         each.baton.close()
+        each.signal(signal.SIGCONT)
     deadline_s = time.monotonic() + _GRACE_S
     for each in trials:
         each.process.join(max(0.0, deadline_s - time.monotonic()))
-        with suppress(ProcessLookupError):
-            os.killpg(each.process.pid or 0, signal.SIGKILL)
+        each.signal(signal.SIGKILL)
         each.process.join()
         each.process.close()
 
