@@ -23,12 +23,15 @@ class Trial:
     """What a plan did.
 
     Attributes:
-        step_s: Median time from one step's start to the next one's, all included but the first steps.
-        timeline: The last step.
+        step_s: Median time of a step, all included but the first steps; from one step's start to the next
+            one's, or where trials took turns, of ``turns_s``.
+        timeline: The last step, and the peak memory of each rank.
+        turns_s: Where trials took turns: seconds per step in each round that counts.
     """
 
     step_s: float
     timeline: Timeline
+    turns_s: tuple[float, ...] = ()
 
 
 class _Classifier(L.LightningModule):
@@ -68,6 +71,8 @@ def train_on_random_samples(
 ) -> Trial:
     """Runs ``n_steps`` optimizer steps of a classification under a plan, one process per device.
 
+    Where several plans are to be compared, `turns.take_turns` runs them in turn.
+
     Args:
         network: Takes one argument per shape, returns logits of shape ``[batch, n_classes]``.
         shapes: One sample of each argument, without the batch dimension.
@@ -76,26 +81,49 @@ def train_on_random_samples(
     """
     if n_steps < 2:
         raise ValueError(f"steps={n_steps}: give at least 2, a step lasts until the next one starts")
-    inputs = [torch.randn(plan.batch_size, *shape) for shape in shapes]
-    labels = torch.randint(n_classes, (plan.batch_size,))
     strategy = HetPipeStrategy(cluster=plan.cluster, plan=plan, start_method=start_method())
+    monitor = PipelineStatsMonitor(tolerance=float("inf"))
+    batches = random_batches(shapes, n_classes, plan.batch_size, n_steps)
+    trainer = fit(network, strategy, batches, [monitor], progress_bar=progress_bar)
+    assert strategy.timeline is not None
+    return Trial(float(trainer.callback_metrics["hetpipe/step_s"]), strategy.timeline)
+
+
+def random_batches(
+    shapes: Sequence[tuple[int, ...]], n_classes: int, batch_size: int, n_batches: int
+) -> DataLoader[Sample]:
+    """The same random batch so many times: one argument per shape, and labels."""
+    inputs = [torch.randn(batch_size, *shape) for shape in shapes]
+    labels = torch.randint(n_classes, (batch_size,))
+    return DataLoader(_Repeated([*inputs, labels], n_batches * batch_size), batch_size)
+
+
+def fit(
+    network: nn.Module,
+    strategy: HetPipeStrategy,
+    batches: DataLoader[Sample],
+    callbacks: list[L.Callback],
+    *,
+    progress_bar: bool = False,
+) -> L.Trainer:
+    """Trains a classifier for one epoch with a strategy that knows its cluster; writes nothing that stays."""
+    cluster = strategy.options.known_cluster
+    assert cluster is not None
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             strategy=strategy,
             accelerator="cpu",
-            devices=len(plan.cluster.devices),
+            devices=len(cluster.devices),
             max_epochs=1,
-            callbacks=[PipelineStatsMonitor(tolerance=float("inf"))],
+            callbacks=callbacks,
             default_root_dir=folder,
             enable_checkpointing=False,
             enable_model_summary=False,
             enable_progress_bar=progress_bar,
             logger=False,
         )
-        samples = _Repeated([*inputs, labels], n_steps * plan.batch_size)
-        trainer.fit(_Classifier(network), DataLoader(samples, plan.batch_size))
-    assert strategy.timeline is not None
-    return Trial(float(trainer.callback_metrics["hetpipe/step_s"]), strategy.timeline)
+        trainer.fit(_Classifier(network), batches)
+    return trainer
 
 
 def start_method() -> str:

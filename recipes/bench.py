@@ -1,5 +1,6 @@
-"""What the recipes that measure plans share: models and clusters by name, and a real run of a plan."""
+"""What the recipes that measure plans share: models and clusters by name, and real runs of plans in turn."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,12 +10,33 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 import lightning_hetpipe as hp
+from lightning_hetpipe.errors import InfeasibleError
+from lightning_hetpipe.planner.plan_cost import PlanCost
 from lightning_hetpipe.profiling.device import Optimizer
 from lightning_hetpipe.shipped import conf_dir
-from lightning_hetpipe.trial import Trial, train_on_random_samples
+from lightning_hetpipe.trial import Trial
+from lightning_hetpipe.turns import step_ratio, take_turns
 
 EMULATED = ("lab4", "twins", "edge6", "whimpy5", "slowlink3")
 SIDE = {"resnet18": 64, "resnet50": 64, "vgg11": 64, "vgg11_bn": 64, "vit_tiny": 32}  # pixels
+AT_ONCE = 8  # plans whose ranks are there at the same time
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a plan did beside others.
+
+    Attributes:
+        trial: Its own steps.
+        ratio: How long they took, in steps of the first plan: the median over rounds.
+    """
+
+    trial: Trial
+    ratio: float
+
+    @property
+    def step_s(self) -> float:
+        return self.trial.step_s
 
 
 @dataclass(frozen=True)
@@ -53,12 +75,68 @@ class Bench:
     @cached_property
     def profile(self) -> hp.Profile:
         """Measured here, or kept from an earlier measurement."""
-        example = tuple(torch.randn(self.batch_size, *shape) for shape in self.shapes)
-        sgd = Optimizer(torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9})  # that of a trial
-        return hp.profile(self.network(), example, self.cluster, optimizer=sgd)
+        return profile(self.network(), self.shapes, self.cluster, self.batch_size)
 
-    def run(self, plan: hp.Plan, n_steps: int) -> Trial:
-        """Trains under a plan, one process per device."""
-        return train_on_random_samples(
-            self.network(), self.shapes, int(self.config.model.classes), plan, n_steps
-        )
+    def run_in_turn(self, plans: Sequence[hp.Plan], rounds: int, steps: int = 2) -> list[Measured]:
+        """`run_in_turn` with this model."""
+        return run_in_turn(self.network(), self.shapes, int(self.config.model.classes), plans, rounds, steps)
+
+
+def profile(
+    network: nn.Module, shapes: Sequence[tuple[int, ...]], cluster: hp.Cluster, batch_size: int
+) -> hp.Profile:
+    """With the optimizer of a trial."""
+    example = tuple(torch.randn(batch_size, *shape) for shape in shapes)
+    sgd = Optimizer(torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9})
+    return hp.profile(network, example, cluster, optimizer=sgd)
+
+
+def run_in_turn(
+    network: nn.Module,
+    shapes: Sequence[tuple[int, ...]],
+    n_classes: int,
+    plans: Sequence[hp.Plan],
+    rounds: int,
+    steps: int,
+) -> list[Measured]:
+    """Trains under each plan, one process per device, all in turn; equal plans are run once.
+
+    Where there are more plans than may be there at once, they run in batches that all have the first plan.
+
+    Returns:
+        In the order of ``plans``, relative to the first one.
+    """
+    different: dict[object, hp.Plan] = {}
+    for plan in plans:
+        different.setdefault(identity(plan), plan)
+    first, *others = different.values()
+    found: dict[object, Measured] = {}
+    for start in range(0, max(1, len(others)), AT_ONCE - 1):
+        batch = [first, *others[start : start + AT_ONCE - 1]]
+        trials = take_turns(network, shapes, n_classes, batch, rounds, steps)
+        for plan, trial in zip(batch, trials, strict=True):
+            found.setdefault(identity(plan), Measured(trial, step_ratio(trial, trials[0])))
+    return [found[identity(plan)] for plan in plans]
+
+
+def identity(plan: hp.Plan) -> object:
+    """Equal for plans that do the same."""
+    return plan.stages, plan.schedule, plan.in_flight, plan.micro_batch
+
+
+def predicted_s(plan: hp.Plan, profile: hp.Profile) -> float:
+    """The step that is predicted, optimizer included; of a plan by hand as well."""
+    if plan.prediction is not None:
+        return plan.prediction.step_s
+    return hp.simulate(plan, profile).step_s + PlanCost(plan, profile).optimizer_s()
+
+
+def alone(profile: hp.Profile, cluster: hp.Cluster, batch_size: int, **options: object) -> Iterator[hp.Plan]:
+    """The whole model on each device on which it fits."""
+    for device in cluster.devices:
+        try:
+            yield hp.plan(
+                profile, cluster, batch_size, device_order=[device.name], baselines=False, **options
+            )
+        except InfeasibleError:
+            continue

@@ -1,15 +1,17 @@
 """python recipes/merging.py cluster=whimpy5 model=vgg11
 
-Should slow devices be kept apart, share a stage, or be left out? Plans all three, runs them in turn, and
-prints predicted beside measured images per second. Settings: conf/merging.yaml.
+Should slow devices be kept apart, share a stage, or be left out? Plans all three, and what the planner does
+when left to itself ("auto"), runs them a few steps at a time and in turn, and prints predicted beside
+measured images per second; "beside keep" is the median over the rounds. Settings: conf/merging.yaml.
 """
 
 import json
-import statistics
 from pathlib import Path
 
 import hydra
 import torch
+from bench import profile as measure
+from bench import run_in_turn
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -18,9 +20,9 @@ import lightning_hetpipe as hp
 from lightning_hetpipe.errors import HetPipeError
 from lightning_hetpipe.report import show
 from lightning_hetpipe.text import align
-from lightning_hetpipe.trial import train_on_random_samples
 
-COLUMNS = ("", "stages", "micro-batch", "images/s predicted", "measured", "ratio")
+COLUMNS = ("", "stages", "micro-batch", "images/s predicted", "measured", "ratio", "beside keep predicted",
+           "measured")  # fmt: skip
 
 
 def slowest_kind(cluster: hp.Cluster, profile: hp.Profile) -> list[str]:
@@ -40,7 +42,7 @@ def slowest_kind(cluster: hp.Cluster, profile: hp.Profile) -> list[str]:
 
 
 def make_plans(config: DictConfig, profile: hp.Profile, cluster: hp.Cluster) -> dict[str, hp.Plan]:
-    """The best plan with the teams apart, of those with each team in one stage, and without them."""
+    """The best plan with the teams apart, of those with each team in one stage, without them, and of all."""
     teams = OmegaConf.to_container(config.teams) if config.teams else [slowest_kind(cluster, profile)]
     members = {name for team in teams for name in team}
     options = {"micro_batch": config.micro_batch, "schedule": config.schedule, "baselines": False}
@@ -57,35 +59,31 @@ def make_plans(config: DictConfig, profile: hp.Profile, cluster: hp.Cluster) -> 
             plans["drop"] = hp.plan(profile, rest, config.batch_size, merge="never", **options)
         except HetPipeError as error:
             show(f"without {', '.join(sorted(members))}: {error}")
-    return plans
+    return plans | {"auto": hp.plan(profile, cluster, config.batch_size, **options)}
 
 
 def run(config: DictConfig, network: nn.Module, cluster: hp.Cluster) -> dict[str, dict[str, float]]:
-    """Predicted and measured images per second by plan; the plans take turns."""
+    """Predicted and measured images per second by plan; the plans take turns, equal ones as one."""
     shapes = [tuple(shape) for shape in config.model.inputs]
-    example = tuple(torch.randn(config.batch_size, *shape) for shape in shapes)
-    profile = hp.profile(network, example, cluster)
+    profile = measure(network, shapes, cluster, config.batch_size)
     plans = make_plans(config, profile, cluster)
     for name, plan in plans.items():
         show(f"{name}\n{plan.table()}\nwhy: {plan.why()}\n")
-    chosen = hp.plan(profile, cluster, config.batch_size, baselines=False)
-    show(f"left to itself, the planner says: {chosen.why()}\n")
-    measured: dict[str, list[float]] = {name: [] for name in plans}
-    for _ in range(config.rounds):
-        for name, plan in plans.items():
-            trial = train_on_random_samples(network, shapes, config.model.classes, plan, config.steps)
-            measured[name].append(config.batch_size / trial.step_s)
-    figures = {}
-    for name, plan in plans.items():
-        predicted, found = plan.prediction.images_per_s, statistics.median(measured[name])
-        figures[name] = {
+    everything = list(plans.values())
+    measured = run_in_turn(network, shapes, config.model.classes, everything, config.rounds, config.steps)
+    keep_s = plans["keep"].prediction.step_s
+    return {
+        name: {
             "stages": len(plan.stages),
             "micro_batch": plan.micro_batch,
-            "predicted": predicted,
-            "measured": found,
-            "ratio": found / predicted,
+            "predicted": plan.prediction.images_per_s,
+            "measured": config.batch_size / each.step_s,
+            "ratio": plan.prediction.step_s / each.step_s,
+            "beside_keep_predicted": keep_s / plan.prediction.step_s,
+            "beside_keep": 1 / each.ratio,
         }
-    return figures
+        for (name, plan), each in zip(plans.items(), measured)
+    }
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="merging")

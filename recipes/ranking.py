@@ -1,21 +1,21 @@
 """python recipes/ranking.py
 
-Is the chosen plan the fastest one in reality? Runs it and what could be done instead (one device, even
-splits, data-parallel training with even and with speed-sized shares) on the emulated clusters, in turn,
-and prints measured images/s.
+Is the chosen plan the fastest one in reality? Runs it and what could be done instead (the best plan without
+groups, one device, even splits, data-parallel training with even and with speed-sized shares) on the emulated
+clusters, a few steps at a time and in turn, and prints images/s predicted and measured. What a rival reaches
+is the chosen plan's median by the median of their ratios in each round.
 
     python recipes/ranking.py --models vgg11 --clusters edge6 --rounds 3
 """
 
 import argparse
 import itertools
-import statistics
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from bench import EMULATED, Bench
+from bench import EMULATED, Bench, alone, identity, predicted_s
 
 import lightning_hetpipe as hp
 from lightning_hetpipe.errors import HetPipeError
@@ -25,26 +25,31 @@ from lightning_hetpipe.shares import largest_remainder
 
 def rivals(bench: Bench) -> Iterator[tuple[str, hp.Plan]]:
     """Every plan to run, the chosen one first; a rival that fits nowhere is left out."""
-    chosen = hp.plan(bench.profile, bench.cluster, bench.batch_size)
+    asked = (bench.profile, bench.cluster, bench.batch_size)
+    chosen = hp.plan(*asked)
     yield "the plan", chosen
-    single = min((alone(bench, device.name) for device in bench.cluster.devices), key=predicted_s)
-    yield "fastest single device", single
-    for even in ("layers", "time"):
+    singles = list(alone(*asked))
+    candidates = {"layers only": {"merge": "never"}} | {
+        f"even split by {even}": {"even": even} for even in ("layers", "time")
+    }
+    for name, options in candidates.items():
         try:
-            yield f"even split by {even}", hp.plan(bench.profile, bench.cluster, bench.batch_size, even=even)
+            plan = hp.plan(*asked, baselines=False, **options)
         except HetPipeError as error:
-            print(f"even split by {even}: {error}")
-    speeds = [1 / predicted_s(alone(bench, device.name)) for device in bench.cluster.devices]
+            print(f"{name}: {error}")
+            continue
+        if name != "layers only" or identity(plan) != identity(chosen):
+            yield name, plan
+    if not singles:
+        print("the model fits on no device alone")
+        return
+    yield "fastest single device", min(singles, key=lambda plan: plan.prediction.step_s)
+    if len(singles) < len(bench.cluster.devices):
+        print("the model does not fit on every device, as data-parallel training needs")
+        return
+    speeds = [1 / plan.prediction.step_s for plan in singles]
     yield "data-parallel, even", data_parallel(bench, chosen, [1.0] * len(speeds))
     yield "data-parallel, uneven", data_parallel(bench, chosen, speeds)
-
-
-def alone(bench: Bench, device: str) -> hp.Plan:
-    return hp.plan(bench.profile, bench.cluster, bench.batch_size, device_order=[device], baselines=False)
-
-
-def predicted_s(plan: hp.Plan) -> float:
-    return plan.prediction.step_s
 
 
 def data_parallel(bench: Bench, like: hp.Plan, weights: list[float]) -> hp.Plan:
@@ -58,7 +63,7 @@ def data_parallel(bench: Bench, like: hp.Plan, weights: list[float]) -> hp.Plan:
     )
     sizes = [size for size in (4, 8, 16, 32, 64, 128) if 2 * len(names) <= size <= bench.batch_size]
     plans = [replace(base, micro_batch=size) for size in sizes or [bench.batch_size]]
-    return min(plans, key=lambda plan: hp.simulate(plan, bench.profile).step_s)
+    return min(plans, key=lambda plan: predicted_s(plan, bench.profile))
 
 
 def main() -> None:
@@ -66,8 +71,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["resnet18"])
     parser.add_argument("--clusters", nargs="+", default=EMULATED)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5, help="turns of two steps of each plan")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -75,19 +79,16 @@ def main() -> None:
     for model, cluster in itertools.product(options.models, options.clusters):
         bench = Bench(model, cluster, options.batch)
         plans = dict(rivals(bench))
-        seconds: dict[str, list[float]] = {name: [] for name in plans}
-        for _ in range(options.rounds):
-            for name, plan in plans.items():
-                seconds[name].append(bench.run(plan, options.steps).step_s)
-        medians = {name: statistics.median(values) for name, values in seconds.items()}
-        best_s = min(medians.values())
+        measured = dict(zip(plans, bench.run_in_turn(list(plans.values()), options.rounds)))
+        plan_s = measured["the plan"].step_s
+        best = min(each.ratio for each in measured.values())
         print(f"{model} on {cluster}, batch {options.batch}")
-        for name, step_s in medians.items():
-            predicted = plans[name].prediction
-            said = f"{options.batch / predicted.step_s:8.2f}" if predicted else "       -"
+        for name, each in measured.items():
+            expected = options.batch / predicted_s(plans[name], bench.profile)
+            found = options.batch / (plan_s * each.ratio)
             print(
-                f"  {name:24} {options.batch / step_s:8.2f} images/s measured {said} predicted "
-                f"{best_s / step_s:7.1%} of the fastest",
+                f"  {name:24} {expected:8.2f} images/s predicted {found:8.2f} "
+                f"measured {best / each.ratio:7.1%} of the fastest",
                 flush=True,
             )
 

@@ -88,10 +88,10 @@ class ProcessLauncher(_Processes):
         if trainer is not None:
             strategy.check(trainer)
         lightning = import_module("lightning.fabric.strategies.launchers.multiprocessing")
-        if self._start_method == "fork":
-            lightning._check_bad_cuda_fork()
-        else:
+        if self._start_method != "fork":
             lightning._check_missing_main_guard()
+        elif torch.cuda.is_available():  # without a GPU, PyTorch takes every fork of a fork for a bad one
+            lightning._check_bad_cuda_fork()
         fits = trainer is not None and trainer.state.fn == "fit"
         if fits and self._already_fit:
             raise UnsupportedError(

@@ -38,7 +38,8 @@ def test_keeping_merging_and_dropping_are_run_as_they_were_planned(study, tmp_pa
         }
     )
     figures = study.run(config, network, cluster)
-    assert list(figures) == ["keep", "merge d1+d2", "drop"]
+    assert list(figures) == ["keep", "merge d1+d2", "drop", "auto"]
+    assert figures["keep"]["beside_keep"] == 1
     assert figures["drop"]["stages"] == 1
     for each in figures.values():
         assert each["predicted"] > 0
