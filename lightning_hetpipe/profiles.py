@@ -21,7 +21,7 @@ from lightning_hetpipe.errors import ProfileError
 from lightning_hetpipe.graph import READER, Layer, LayerGraph, Value
 from lightning_hetpipe.sharing import Sharing, read_sharing
 
-FORMAT = 2
+FORMAT = 3
 Origin = Literal["measured", "analytic"]
 Array = npt.NDArray[np.float64]
 
@@ -106,6 +106,20 @@ class DeviceProfile:
             _interpolate(self.micro_batches, backward, micro_batch),
         )
 
+    def slowed(self, factor: float, device: str) -> "DeviceProfile":
+        """The profile of a device that takes ``factor`` times as long for everything."""
+
+        def longer(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(factor * seconds for seconds in row) for row in table)
+
+        return replace(
+            self,
+            device=device,
+            forward_s=longer(self.forward_s),
+            backward_s=longer(self.backward_s),
+            optimizer_s_per_byte=factor * self.optimizer_s_per_byte,
+        )
+
     def share_factors(self, fraction: float) -> tuple[Array, Array]:
         """What a fraction of the channels takes of each layer's forward and backward, ``[layers]`` each.
 
@@ -147,6 +161,49 @@ def _interpolate(sizes: tuple[int, ...], table: Array, micro_batch: int) -> Arra
     return np.maximum(table[:, left] + slope * (micro_batch - sizes[left]), 0.0)
 
 
+_FASTEST_S_PER_BYTE = 1e-13  # what is left of a link whose bytes pass while they are sent
+
+
+@dataclass(frozen=True)
+class Software:
+    """What messages and collectives cost on a processor, beside what their link is declared to take.
+
+    Attributes:
+        send_s, send_s_per_byte: Seconds for which a message occupies its sender, before its link carries it.
+        collective_s, collective_s_per_byte: Seconds of a collective from when its last member comes, per
+            operation and per byte of the whole tensor; an emulated link's own seconds come after them.
+    """
+
+    send_s: float = 0.0
+    send_s_per_byte: float = 0.0
+    collective_s: float = 0.0
+    collective_s_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key, value in vars(self).items():
+            unit = "seconds per byte" if key.endswith("per_byte") else "seconds"
+            require(is_number(value), ProfileError, key, value, f"{unit} >= 0")
+
+    def sending_s(self, size_bytes: float) -> float:
+        """Seconds for which the sender of a message is occupied."""
+        return self.send_s + size_bytes * self.send_s_per_byte
+
+    def before(self, link: Link) -> Link:
+        """A message's whole way: its sender's part, then the link."""
+        if not (self.send_s or self.send_s_per_byte):
+            return link
+        s_per_byte = 1 / link.bandwidth_bytes_per_s + self.send_s_per_byte
+        return replace(link, latency_s=link.latency_s + self.send_s, bandwidth_bytes_per_s=1 / s_per_byte)
+
+    def after(self, way: Link) -> Link:
+        """What is left of a message's whole way once its sender is done: `before`, undone."""
+        if not (self.send_s or self.send_s_per_byte):
+            return way
+        s_per_byte = max(1 / way.bandwidth_bytes_per_s - self.send_s_per_byte, _FASTEST_S_PER_BYTE)
+        latency_s = max(way.latency_s - self.send_s, 0.0)
+        return replace(way, latency_s=latency_s, bandwidth_bytes_per_s=1 / s_per_byte)
+
+
 @dataclass(frozen=True)
 class Profile:
     """Everything the planner needs to know about a model on a cluster.
@@ -155,6 +212,8 @@ class Profile:
         graph: The model as layers.
         devices: One entry per profiled device.
         links: Measured links; a pair that is missing uses the cluster's figure.
+        software: What sending and collectives cost where the processor is that was profiled; zero where
+            it was not measured.
         dtype: Parameter dtype, such as ``float32``.
         origin: ``measured``, or ``analytic`` for figures derived from FLOPs and bytes.
         environment: What the numbers depend on (torch version, processor, ...), for people and cache keys.
@@ -166,6 +225,7 @@ class Profile:
     graph: LayerGraph
     devices: tuple[DeviceProfile, ...]
     links: tuple[Link, ...] = ()
+    software: Software = Software()
     dtype: str = "float32"
     origin: Origin = "measured"
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -179,6 +239,8 @@ class Profile:
             values = getattr(self, key)
             known = isinstance(values, tuple) and all(isinstance(value, kind) for value in values)
             require(known, ProfileError, key, values, f"a tuple of {kind.__name__} values")
+        known = isinstance(self.software, Software)
+        require(known, ProfileError, "software", self.software, "a Software")
         known = self.origin in get_args(Origin)
         require(known, ProfileError, "origin", self.origin, " or ".join(get_args(Origin)))
         require(isinstance(self.dtype, str), ProfileError, "dtype", self.dtype, "a name such as float32")
@@ -217,8 +279,20 @@ class Profile:
         return {(link.source, link.target): link for link in self.links}
 
     def link(self, cluster: Cluster, source: str, target: str) -> Link:
-        """The measured link, or the cluster's own figure where none was measured."""
-        return self._links.get((source, target)) or cluster.link(source, target)
+        """A message's whole way: as measured; else what its sender is occupied, then the cluster's figure."""
+        measured = self._links.get((source, target))
+        return measured or self.software.before(cluster.link(source, target))
+
+    def collective_link(self, cluster: Cluster, source: str, target: str) -> tuple[Link, Software]:
+        """What a collective takes on a pair's link, and what comes on top of it.
+
+        A measured link of the world has its software in it. An emulated one is kept to its declared figure
+        after the collective itself, so nothing of what a measurement saw there can be taken for it.
+        """
+        declared, measured = cluster.link(source, target), self._links.get((source, target))
+        if measured is None or declared.emulated:
+            return declared, self.software
+        return measured, Software()
 
     @cached_property
     def derived(self) -> dict[Any, Any]:
@@ -263,6 +337,7 @@ class Profile:
                 graph=read_graph(graph),
                 devices=tuple(map(read_device, data.pop("devices"))),
                 links=tuple(Link(**entry) for entry in data.pop("links")),
+                software=Software(**data.pop("software")),
                 sharing=read_sharing(frozen(data.pop("sharing", None))),
                 **data,
             )

@@ -4,7 +4,7 @@ How large a batch trains where memory is short: under a plan, and under GPipe wi
 device. Finds both on emulated devices with memory limits, then proves each: a step of that batch runs, the
 planner refuses one sample more, and the same stages are refused memory at --above times that batch.
 
-    python recipes/largest_batch.py --memory 300MB 200MB 150MB --width 32 --pixels 64
+    python recipes/largest_batch.py --memory 60MB 40MB 40MB --width 4 --above 1.5
 """
 
 import argparse
@@ -130,13 +130,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--memory", nargs="+", default=["60MB", "40MB", "40MB"], help="of each device")
-    parser.add_argument("--width", type=int, default=4, help="channels of the first convolution")
+    parser.add_argument("--memory", nargs="+", default=["300MB", "200MB", "200MB"], help="of each device")
+    parser.add_argument("--width", type=int, default=8, help="channels of the first convolution")
     parser.add_argument("--pixels", type=int, default=64)
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps of each run")
     parser.add_argument("--micro-batch", default="8", help="of both; auto: the smallest measured size")
     parser.add_argument(
-        "--above", type=float, default=1.5, help="the batch that must be refused memory, times"
+        "--above", type=float, default=1.15, help="the batch that must be refused memory, times"
     )
     options = parser.parse_args()
     for size in options.memory:

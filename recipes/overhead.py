@@ -131,7 +131,7 @@ def report(args: argparse.Namespace, measured: list[float]) -> None:
         return (FORWARD_S if action.kind is Kind.F else BACKWARD_S)[action.stage]
 
     schedule = schedule_of(args.micro_batches, True)
-    simulated = simulate_schedule(schedule, seconds, lambda action, source, target: (0.0, 0.0))
+    simulated = simulate_schedule(schedule, seconds, lambda action, source, target: (0.0, 0.0, 0.0))
     step_s = statistics.median(measured[1:])
     print(f"simulated {simulated.step_s * 1e3:8.1f} ms per step, transfers free")
     print(

@@ -12,7 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-__all__ = ["Collectives", "Group", "PrefixStore", "Store", "Work", "gloo_device", "gloo_group", "nccl_group"]
+__all__ = [
+    "Collectives",
+    "Group",
+    "PrefixStore",
+    "Store",
+    "Work",
+    "gloo_device",
+    "gloo_group",
+    "nccl_group",
+    "thread_store",
+]
 
 
 class Work(Protocol):
@@ -43,6 +53,14 @@ class Collectives(Group, Protocol):
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int]
     ) -> Work: ...
+
+
+def thread_store(timeout_s: float) -> Store:
+    """A store for threads of one process."""
+    library: Any = dist  # whose types do not know this store
+    store: Store = library.HashStore()
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
 
 
 def gloo_device() -> Any:

@@ -16,7 +16,10 @@ from lightning_hetpipe.units import format_bytes
 
 Clock = Callable[[], float]
 
-_INTERPRETER_BYTES = 4 * 2**20  # by which its heap may grow meanwhile: no part of the device's memory
+# What the kernel counts and no device has: the interpreter's heap, and pages that tensors do not fill (a
+# stage that used 285 of 286 MiB by `profiling.memory` took 298 by the kernel's count).
+_INTERPRETER_BYTES = 4 * 2**20
+_ROUNDING = 0.06
 
 
 class Emulator:
@@ -97,7 +100,8 @@ class Emulator:
         if self.memory_bytes is None:
             return
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        soft = status_bytes("VmData") + max(0, self.memory_bytes - held_bytes) + _INTERPRETER_BYTES
+        own = int(max(0, self.memory_bytes - held_bytes) * (1 + _ROUNDING)) + _INTERPRETER_BYTES
+        soft = status_bytes("VmData") + own
         resource.setrlimit(resource.RLIMIT_DATA, (soft if hard < 0 else min(soft, hard), hard))
         self._limited = True
 

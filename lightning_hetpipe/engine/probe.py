@@ -379,9 +379,14 @@ def _lead(control: Control, make: Callable[[], T]) -> T:
     return made
 
 
+def machine() -> str:
+    """Names this machine until it is started anew."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
 def _place() -> Place:
-    machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return Place(machine, f"{machine} {_namespace('time')}", _namespace("net"))
+    here = machine()
+    return Place(here, f"{here} {_namespace('time')}", _namespace("net"))
 
 
 def _namespace(kind: str) -> str:

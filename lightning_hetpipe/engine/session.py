@@ -22,8 +22,10 @@ from lightning_hetpipe.engine.message import Specs
 from lightning_hetpipe.engine.pieces import Holding
 from lightning_hetpipe.engine.probe import measure_links
 from lightning_hetpipe.engine.runtime import Context, Reader, Runtime, SharedGradients, Stage
+from lightning_hetpipe.engine.software import measure_software
 from lightning_hetpipe.engine.transport import connect, emulated_link
 from lightning_hetpipe.graph import Route
+from lightning_hetpipe.profiles import Software
 from lightning_hetpipe.profiling.memory import (
     memory_bytes,
     peak_memory_bytes,
@@ -88,6 +90,10 @@ class Engine:
         if cluster is None:
             cluster = Cluster("found", tuple(Device(f"rank{rank}") for rank in range(self.world_size)))
         return measure_links(self.control, f"links{next(self._plans)}", cluster, self.device)
+
+    def measure_software(self, cluster: Cluster) -> Software:
+        """Measures what messages and collectives cost; all ranks call it, see `software.measure_software`."""
+        return measure_software(self.control, f"software{next(self._plans)}", cluster)
 
     def join(self, ranks: tuple[int, ...]) -> Membership | None:
         """Connects the members of a group, which all ranks do together; None on the others."""

@@ -8,6 +8,7 @@ what is measured is the member's own work, and a collective's cost is left to th
 run is that of all its layers which can be shared.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +24,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.profiles import DeviceProfile
-from lightning_hetpipe.profiling.measure import Times, medians, resized_rows, run_starts, sweep, unchanged
+from lightning_hetpipe.profiling.measure import (
+    Times,
+    medians,
+    resized_rows,
+    run_starts,
+    scaled,
+    sweep,
+    total_seconds,
+    unchanged,
+)
 from lightning_hetpipe.sharing import SharedOperation, SharedWay, Sharing
 from lightning_hetpipe.stage.analyse import StageLayout, analyse, operations_of
 from lightning_hetpipe.stage.batchnorm import FrozenBatchNorm, SharedBatchNorm
@@ -37,7 +47,7 @@ from lightning_hetpipe.tracing.traced import batch_size, resized
 FRACTIONS = (0.5, 0.25, 0.125)
 MOST = 8  # members of the largest group that is asked about
 _PART = 0.5  # of the seconds that measuring the layers took, at most
-_REPEATS = 2
+_REPEATS = 3
 
 Array = npt.NDArray[np.float64]
 Context = Callable[[], AbstractContextManager[Any]]
@@ -153,22 +163,15 @@ def with_shares(
     done: list[float] = []
     with unchanged(traced.module, batch):
         stages = [traced.stage(*edge, place, returns=False) for edge in pairwise(edges)]
-        began_s = time.perf_counter()
-        before = _seconds(stages, batch, context)
-        sweep_s = time.perf_counter() - began_s
         for fraction in FRACTIONS:
-            if done and time.perf_counter() + fraction * sweep_s > deadline_s:
-                break
+            began_s = time.perf_counter()
             runs = [_Run(*edge, _layout(traced, *edge, batch, fraction)) for edge in pairwise(edges)]
-            with _cut(traced.module, [run.layout for run in runs if run.layout is not None]):
-                members = [
-                    stage if run.layout is None else ChannelStage(stage, run.layout, _Alone())
-                    for stage, run in zip(stages, runs)
-                ]
-                after = _seconds(members, batch, context)
+            before, after = _in_turn(traced.module, stages, runs, batch, context)
             parts = [part for run, stage in zip(runs, stages) for part in run.shared_parts(stage)]
             columns.append(_factors(whole, np.array(parts), runs, fraction, before, after))
             done.append(fraction)
+            if time.perf_counter() + (time.perf_counter() - began_s) > deadline_s:
+                break
     forward, backward = (tuple(zip(*(column[kind] for column in columns))) for kind in (0, 1))
     return replace(
         profile, fractions=tuple(done), forward_factors=tuple(forward), backward_factors=tuple(backward)
@@ -198,10 +201,35 @@ class _Run:
         return parts
 
 
-def _seconds(stages: Sequence[Any], batch: Mapping[str, Tensor], context: Context) -> Times:
-    """Forward and backward seconds of each stage, after a sweep that warms up."""
-    sweep(stages, batch, context)
-    return medians([sweep(stages, batch, context)[0] for _ in range(_REPEATS)])
+def _in_turn(
+    module: nn.Module,
+    stages: Sequence[StageModule],
+    runs: Sequence[_Run],
+    batch: Mapping[str, Tensor],
+    context: Context,
+) -> tuple[Times, Times]:
+    """Seconds of each run on all channels, and of the first member's part of it.
+
+    They take turns, and each turn counts in proportion to its run on all channels: so a machine whose speed
+    drifts meanwhile changes both alike.
+    """
+    members: list[Any] = [
+        stage if run.layout is None else ChannelStage(stage, run.layout, _Alone())
+        for stage, run in zip(stages, runs)
+    ]
+    before: list[Times] = []
+    after: list[Times] = []
+    for _ in range(_REPEATS):
+        before.append(sweep(stages, batch, context)[0])
+        with _cut(module, [run.layout for run in runs if run.layout is not None]):
+            sweep(members, batch, context)  # warms up
+            after.append(sweep(members, batch, context)[0])
+    usual_s = statistics.median(map(total_seconds, before))
+    paces = [usual_s / total_seconds(times) for times in before]
+    return (
+        medians([scaled(times, pace) for times, pace in zip(before, paces)]),
+        medians([scaled(times, pace) for times, pace in zip(after, paces)]),
+    )
 
 
 def _factors(

@@ -1,6 +1,7 @@
 """What a run of layers costs a group that shares it by channels.
 
     seconds of a layer = max over members of ( whole part + shared part x factor(share) ) + its collectives
+    a collective       = on its link (`GroupCost.collective_s`) + software: operations x fixed + bytes x rate
 
 The layout, and with it the collectives, is the one that the group will choose when it runs; the factors
 are measured (`DeviceProfile.share_factors`).
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from lightning_hetpipe.cluster import Cluster, Link, slowest_link
 from lightning_hetpipe.plans import Pace, Stage
-from lightning_hetpipe.profiles import Profile
+from lightning_hetpipe.profiles import Profile, Software
 from lightning_hetpipe.sharing import SharedOperation, Sharing
 from lightning_hetpipe.stage.layout import (
     Form,
@@ -25,6 +26,7 @@ from lightning_hetpipe.stage.layout import (
     Way,
     choose,
     collectives_of,
+    n_operations,
 )
 
 Array = npt.NDArray[np.float64]
@@ -56,17 +58,49 @@ class ChannelRun:
     exchange_s: float
 
 
-def _awaited(profile: Profile, cluster: Cluster, devices: Sequence[str]) -> Link:
-    """The link between two members that a collective waits for."""
-    return slowest_link(profile.link(cluster, a, b) for a, b in permutations(devices, 2))
+@dataclass(frozen=True)
+class Exchange:
+    """What the collectives of a group take.
+
+    Attributes:
+        shares: Of its members.
+        link: Between the two members that all wait for.
+        software: What comes on top; zero where it was measured with the link.
+    """
+
+    shares: tuple[float, ...]
+    link: Link
+    software: Software
+
+    @classmethod
+    def between(
+        cls,
+        profile: Profile,
+        cluster: Cluster,
+        devices: Sequence[str],
+        shares: tuple[float, ...],
+    ) -> "Exchange":
+        """Of these devices."""
+        found = [profile.collective_link(cluster, a, b) for a, b in permutations(devices, 2)]
+        software = max((each for _, each in found), key=lambda each: each.collective_s)
+        return cls(shares, slowest_link(link for link, _ in found), software)
+
+    def seconds(self, kind: str, size_bytes: float) -> float:
+        """Of one ``all_gather``, ``reduce_scatter`` or ``all_reduce`` of a whole tensor of that size."""
+        link, software = self.link, self.software
+        cost = GroupCost(
+            self.shares, latency_s=link.latency_s, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s
+        )
+        fixed_s = n_operations(kind, size_bytes, len(self.shares)) * software.collective_s
+        return cost.collective_s(kind, size_bytes) + fixed_s + size_bytes * software.collective_s_per_byte
 
 
 def pace_of(profile: Profile, cluster: Cluster, devices: Sequence[str], micro_batch: int) -> Pace:
-    """What a group of these devices weighs, as measured."""
+    """What a group of these devices weighs, as measured; a round takes as long as a message does."""
     assert profile.sharing is not None
     work = micro_batch * sum(operation.work for operation in profile.sharing.operations)
     seconds = (sum(map(np.sum, profile.device(name).layer_seconds(micro_batch))) for name in devices)
-    link = _awaited(profile, cluster, devices)
+    link = slowest_link(profile.link(cluster, a, b) for a, b in permutations(devices, 2))
     return Pace(float(sum(work / max(s, 1e-12) for s in seconds)), link.latency_s, link.bandwidth_bytes_per_s)
 
 
@@ -98,8 +132,7 @@ def channel_run(
 ) -> ChannelRun:
     """Seconds of a stage that was laid out for ``micro_batch``, for a micro-batch of ``size`` samples."""
     layout = layout_of(profile, stage, pace, micro_batch)
-    link = _awaited(profile, cluster, stage.devices)
-    cost = GroupCost(stage.shares, latency_s=link.latency_s, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s)
+    exchange = Exchange.between(profile, cluster, stage.devices, stage.shares)
     devices, run = [profile.device(name) for name in stage.devices], slice(stage.start, stage.stop)
     seconds: list[Array] = []
     exchange_s = 0.0
@@ -111,7 +144,7 @@ def channel_run(
         ]
         total = np.max(members, axis=0)
         for layer, kind, per_sample in spoken:
-            taken = cost.collective_s(kind, per_sample * size)
+            taken = exchange.seconds(kind, per_sample * size)
             total[layer] += taken
             exchange_s += taken
         seconds.append(total)

@@ -206,4 +206,5 @@ def _between(profile: Profile, cluster: Cluster, source: Stage, target: Stage) -
     slowest = slowest_link(profile.link(cluster, a, b) for a in source.devices for b in target.devices)
     sent = max(source.shares) if source.split == "batch" else 1 / len(source.devices)
     taken = max(target.shares) if target.split == "batch" else 1.0
-    return Link(slowest.latency_s, slowest.bandwidth_bytes_per_s / (sent * taken))
+    way = Link(slowest.latency_s, slowest.bandwidth_bytes_per_s / (sent * taken))
+    return profile.software.after(way)  # `Profile.link` adds the sender's part to what a cluster declares

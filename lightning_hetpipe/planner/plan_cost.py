@@ -5,7 +5,7 @@ from functools import cached_property
 
 from lightning_hetpipe.cluster import Link
 from lightning_hetpipe.graph import READER, LayerGraph
-from lightning_hetpipe.planner.channel import ChannelRun, channel_parts, channel_run
+from lightning_hetpipe.planner.channel import ChannelRun, Exchange, channel_parts, channel_run
 from lightning_hetpipe.planner.cost import ADAM, batch_bytes, is_copied, layer_costs, lower_bound_s
 from lightning_hetpipe.planner.memory import Share
 from lightning_hetpipe.plans import Plan, Stage
@@ -72,7 +72,7 @@ class PlanCost:
         self._routes = {(route.source, route.target): route for route in plan.routes(self.graph)}
         self._names = [device.name for device in plan.cluster.devices]
         self._links: dict[tuple[int, int], Link] = {}
-        self._transfers: dict[tuple[int, int, int, int, Kind, int], tuple[float, float]] = {}
+        self._transfers: dict[tuple[int, int, int, int, Kind, int], tuple[float, float, float]] = {}
 
     def seconds(self, action: Action) -> float:
         """Duration of a computation or reduction; the reader's counts in the stage with the loss."""
@@ -132,16 +132,19 @@ class PlanCost:
 
     @cached_property
     def _reduce_s(self) -> dict[int, float]:
-        """Seconds of each stage's reduction: a ring over the owners of what is shared."""
+        """Seconds of each stage's reduction: a batch group's collective, or a ring over a weight's owners."""
         seconds = {}
         for index in reducing_stages(self.plan, self.graph):
             stage = self.plan.stages[index]
             if stage.split == "batch":
-                layers, ranks = list(range(stage.start, stage.stop)), self.plan.ranks_of_stage[index]
+                size = sum(layer.parameter_bytes for layer in self.graph.layers[stage.start : stage.stop])
+                even = (1 / len(stage.devices),) * len(stage.devices)
+                exchange = Exchange.between(self.profile, self.plan.cluster, stage.devices, even)
+                seconds[index] = exchange.seconds("all_reduce", size)
             else:
                 layers, ranks = self._tied_with(stage)
-            size = sum(self.graph.layers[layer].parameter_bytes for layer in layers)
-            seconds[index] = ring_s([self.link(a, b) for a, b in ring(ranks)], size)
+                size = sum(self.graph.layers[layer].parameter_bytes for layer in layers)
+                seconds[index] = ring_s([self.link(a, b) for a, b in ring(ranks)], size)
         return seconds
 
     def _tied_with(self, stage: Stage) -> tuple[list[int], tuple[int, ...]]:
@@ -156,18 +159,18 @@ class PlanCost:
         mine = [next(i for i in group if stage.start <= i < stage.stop) for group in groups]
         return mine, tuple(dict.fromkeys(ranks))
 
-    def transfer(self, action: Action, source: int, target: int) -> tuple[float, float]:
-        """Link time and latency of a send from one rank to another."""
+    def transfer(self, action: Action, source: int, target: int) -> tuple[float, float, float]:
+        """Seconds for which a send from one rank to another occupies its sender, then the link; latency."""
         assert action.peer is not None
         assert action.micro_batch is not None
         key = (action.stage, action.peer, source, target, action.kind, self.slices[action.micro_batch])
         found = self._transfers.get(key)
         if found is None:
-            link = self.link(source, target)
+            link, software = self.profile.software.after(self.link(source, target)), self.profile.software
             overlap = self._overlap(action.stage, source, action.peer, target)
             size = overlap * self.message_bytes(action.stage, action.peer, action.kind, key[-1])
-            latency = link.latency_s if overlap else 0.0
-            found = self._transfers[key] = (size / link.bandwidth_bytes_per_s, latency)
+            sent, latency = (software.sending_s(size), link.latency_s) if overlap else (0.0, 0.0)
+            found = self._transfers[key] = (sent, size / link.bandwidth_bytes_per_s, latency)
         return found
 
     def message_bytes(self, source: int, target: int, kind: Kind, size: int) -> float:
@@ -187,7 +190,7 @@ class PlanCost:
         return tuple(round(size_bytes) for size_bytes in entering)
 
     def link(self, source: int, target: int) -> Link:
-        """The link between two ranks."""
+        """A message's whole way between two ranks."""
         found = self._links.get((source, target))
         if found is None:
             names = self._names

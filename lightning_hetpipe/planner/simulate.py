@@ -1,7 +1,7 @@
 """Runs an action list on paper: the same lists, and the same arithmetic, as the runtime.
 
-Each rank computes one action at a time. Sends cost the rank nothing; each directed link carries one
-message at a time, in the order of sending, and adds its latency:
+Each rank does one action at a time. A send occupies the rank while the message is packed and handed over;
+each directed link carries one message at a time, in the order of sending, and adds its latency:
 
     starts = max(sent, link free)    link free = starts + bytes / bandwidth    usable = link free + latency
 """
@@ -20,8 +20,8 @@ from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.schedule import Action, Kind, Schedule
 from lightning_hetpipe.timeline import Span, Timeline
 
-# (action, sending rank, receiving rank) -> seconds that the link is occupied, seconds of latency
-Transfer = Callable[[Action, int, int], tuple[float, float]]
+# (action, sending rank, receiving rank) -> seconds that the sender, then the link is occupied, and of latency
+Transfer = Callable[[Action, int, int], tuple[float, float, float]]
 # (receiving rank, sending stage, receiving stage, forward, micro-batch)
 Message = tuple[int, int, int, bool, int | None]
 _COMPUTES = (Kind.F, Kind.B)
@@ -36,7 +36,7 @@ def simulate_schedule(schedule: Schedule, seconds: Callable[[Action], float], tr
     Args:
         schedule: A valid schedule.
         seconds: Duration of a computation or reduction.
-        transfer: Link time and latency of a send between two ranks; not asked within one rank.
+        transfer: Sender's time, link time and latency of a send between two ranks; not asked within one rank.
 
     Raises:
         ScheduleError: The schedule deadlocks.
@@ -104,7 +104,8 @@ def _run(
                     message = (peer, stage, other, kind is Kind.SEND_F, m)
                     done = clock
                     if peer != rank:
-                        occupied, latency = transfer(action, rank, peer)
+                        sent, occupied, latency = transfer(action, rank, peer)
+                        clock += sent
                         free[rank, peer] = done = max(clock, free.get((rank, peer), 0.0)) + occupied
                         done += latency
                     usable[message] = max(usable.get(message, 0.0), done)

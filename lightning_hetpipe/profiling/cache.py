@@ -1,4 +1,4 @@
-"""Keeps measured devices and links between runs.
+"""Keeps measured devices, links and software costs between runs.
 
 A key says everything that is known to matter. What is not known (a CPU quota, a throttled clock) shows in
 ``reference_s``, the seconds of a fixed computation: a file has one entry per pace that was met.
@@ -16,10 +16,10 @@ from typing import Any
 from lightning_hetpipe.checks import is_number
 from lightning_hetpipe.cluster import Device, Link
 from lightning_hetpipe.errors import ProfileError
-from lightning_hetpipe.profiles import DeviceProfile, read_device
+from lightning_hetpipe.profiles import DeviceProfile, Software, read_device
 from lightning_hetpipe.profiling.kept import KeptFile
 
-PROFILER = 3  # counts the ways of measuring; another one measures again
+PROFILER = 4  # counts the ways of measuring; another one measures again
 SAME_PACE = 0.15  # relative difference of reference_s within which a kept profile holds
 MAX_ENTRIES = 16
 _TRIES = 2
@@ -109,6 +109,18 @@ def links_file(key: Mapping[str, object], directory: Path | None = None) -> Kept
     """
     text = json.dumps({"links": PROFILER, **key}, sort_keys=True)
     return KeptFile(text, "the links", lambda links: list(map(asdict, links)), _read_links, 1, directory)
+
+
+def software_file(key: Mapping[str, object], directory: Path | None = None) -> KeptFile[Software]:
+    """Where the costs of messages and collectives on some processors are kept.
+
+    Args:
+        key: All that they are known to depend on, as JSON knows it.
+        directory: As for `cached_device_profile`.
+    """
+    text = json.dumps({"software": PROFILER, **key}, sort_keys=True)
+    about = "what messages and collectives cost"
+    return KeptFile(text, about, asdict, lambda data: Software(**data), 1, directory)
 
 
 def processor_name() -> str:

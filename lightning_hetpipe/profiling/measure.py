@@ -6,18 +6,24 @@ costs less than its layers apart.
     layers   |a|b|c|d|e|f|g|h|        seconds of each
     runs     |   A   |   B   |        seconds of A replace a+b+c+d, in proportion
 
-Both are counted in the processor's own time, which other processes do not disturb. At the smallest size
-the runs also pass through the caller's section (which stretches them, when a device is emulated), with
-a pause before each as in a pipeline: what they take longer than without, with cold caches, is added to their
-layers at every size. Wall-clock seconds per processor second there, the *pace*, turn all figures into
-wall-clock seconds: so a slow device, or one that gets a part of a core only, is found out without running
-everything slowly.
+All sizes take turns, round after round, and every figure is put in proportion to the smallest size's runs
+just before and after it: a machine whose speed drifts while it is measured gives all of them the same pace.
+
+    round    s  layers 2  runs 2  s  layers 8  runs 8  s  layers 32  runs 32  s  pace  cold
+
+Both are counted in the processor's own time, which other processes do not disturb. Every round also runs the
+smallest size through the caller's section (which stretches it, when a device is emulated): wall-clock
+seconds per processor second there, the *pace*, turn all figures into wall-clock seconds. So a slow device,
+or one that gets a part of a core only, is found out without running everything slowly. And it runs it with
+a pause before each run, as in a pipeline: what the runs take longer so, with cold caches, is added to their
+layers at every size.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -29,8 +35,9 @@ from lightning_hetpipe.profiling.walk import walk
 from lightning_hetpipe.profiling.weigh import Weights, through, weigh
 from lightning_hetpipe.tracing import StageModule, Traced
 
-_REPEATS = (2, 5)
-_PACE_S = 1.5  # seconds that a pace is taken over, pauses included, at least
+_ROUNDS = (2, 8)
+_FIRST_PART = 0.2  # of the budget, for the first look at all sizes
+_PACE_S = 0.3  # seconds that a round's pace is taken over at least: some periods (0.1 s) of a CPU quota
 _PAUSE_S = 0.02  # about what a stage of a pipeline waits for its next micro-batch
 _N_RUNS = 8
 
@@ -64,8 +71,8 @@ def measure_device(
         section: Entered around runs of layers; what it adds is part of the time.
         context: Entered around each forward, such as autocast.
         progress: Called with (parts done, parts in all).
-        budget_s: Seconds to spend: repeats, then sizes, are left out where they would take longer. Two sizes
-            are always run.
+        budget_s: Seconds to spend: rounds, then sizes, are left out where they would take longer. Two sizes
+            are always run, in two rounds.
 
     Raises:
         ProfileError: A size is not positive, or the inputs are not those of the module.
@@ -76,46 +83,134 @@ def measure_device(
     if set(inputs) != set(traced.input_names):
         raise ProfileError(f"inputs {sorted(inputs)} were given; the module takes {list(traced.input_names)}")
     report = progress or (lambda done, total: None)
-    n_layers = len(traced.graph)
+    n_layers, parts = len(traced.graph), len(sizes) + _ROUNDS[1]
     place = next(iter(inputs.values())).device
     layers = [traced.stage(layer, layer + 1, place) for layer in range(n_layers)]
-    columns: dict[int, Times] = {}
-    spreads: list[float] = []
-    weights: dict[int, Weights] = {}
     began_s = time.perf_counter()
+
+    def left_s(part: float) -> float:
+        return part * budget_s - (time.perf_counter() - began_s)
+
     with unchanged(traced.module, inputs):
-        for size in _in_order(sizes, lambda: budget_s - (time.perf_counter() - began_s)):
-            report(len(columns), len(sizes))
+        benches: list[_Bench] = []
+        weights: dict[int, Weights] = {}
+        for size in _in_order(sizes, lambda: left_s(_FIRST_PART)):
+            report(len(benches), parts)
             batch = resized_rows(inputs, size)
-            now_s, half_s = time.perf_counter(), budget_s / len(sizes) / 2
-            apart, spread = _repeat(layers, batch, context, now_s + half_s)
-            starts = run_starts(apart)
-            runs = [traced.stage(start, stop, place) for start, stop in zip(starts, [*starts[1:], n_layers])]
-            together, _ = _repeat(runs, batch, context, now_s + 2 * half_s)
-            if size == sizes[0]:
-                smallest, warm, first_starts = (runs, batch), together, starts
+            if not benches:
+                sweep(layers, batch, context)  # warms up
+            starts = run_starts(sweep(layers, batch, context)[0])
             if len(weights) < 2:
                 weights[size] = weigh(layers, batch, context)
-            columns[size] = (
-                _scaled(apart[0], together[0], starts),
-                _scaled(apart[1], together[1], starts),
-            )
-            spreads.append(spread)
-        pace, cold = _pace(*smallest, section, context)
-    report(len(sizes), len(sizes))
-    measured = sorted(columns)
-    extra = [_cold_extra(columns[sizes[0]][way], warm[way], cold[way], first_starts) for way in (0, 1)]
+            runs = [traced.stage(start, stop, place) for start, stop in zip(starts, [*starts[1:], n_layers])]
+            benches.append(_Bench(size, batch, layers, runs, starts))
+        benches.sort(key=lambda bench: bench.size)
+        sweep(benches[0].runs, benches[0].batch, context)  # warms up
+        rounds: list[_Round] = []
+        longest_s = 0.0
+        while len(rounds) < _ROUNDS[0] or (len(rounds) < _ROUNDS[1] and longest_s < left_s(1.0)):
+            report(len(sizes) + len(rounds), parts)
+            round_s = time.perf_counter()
+            rounds.append(_round(benches, section, context))
+            longest_s = max(longest_s, time.perf_counter() - round_s)
+    report(parts, parts)
+    columns, extra, pace, spread = _summary(benches, rounds)
     parameters = [float(layer.parameter_bytes) for layer in traced.graph.layers]
     forward_peak, backward_peak = through([*weights.values()], [*weights], parameters)
     return DeviceProfile(
         device=device,
-        micro_batches=tuple(measured),
-        forward_s=_table([columns[size][0] for size in measured], extra[0], pace),
-        backward_s=_table([columns[size][1] for size in measured], extra[1], pace),
-        spread=statistics.median(spreads),
+        micro_batches=tuple(bench.size for bench in benches),
+        forward_s=_table([column[0] for column in columns], extra[0], pace),
+        backward_s=_table([column[1] for column in columns], extra[1], pace),
+        spread=spread,
         forward_peak_bytes=forward_peak,
         backward_peak_bytes=backward_peak,
     )
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What is run at one size: the layers one by one, and in runs that begin at ``starts``."""
+
+    size: int
+    batch: Mapping[str, Tensor]
+    layers: Sequence[StageModule]
+    runs: Sequence[StageModule]
+    starts: Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Seconds of one round, the smallest bench first; all in the processor's time but for the pace.
+
+    Attributes:
+        apart, together: Of the layers and of the runs, by bench.
+        cold: Of the smallest bench's runs, each after a pause.
+        smallest: Of the smallest bench's runs in all, before and after each pair of the above.
+        pace: Wall-clock seconds per second of the processor, through the section.
+    """
+
+    apart: list[Times]
+    together: list[Times]
+    cold: Times
+    smallest: list[float]
+    pace: float
+
+
+def _round(benches: Sequence[_Bench], section: Section, context: Section) -> _Round:
+    small = benches[0]
+
+    def smallest_s() -> float:
+        return total_seconds(sweep(small.runs, small.batch, context)[0])
+
+    apart, together, smallest = [], [], [smallest_s()]
+    for bench in benches:
+        apart.append(sweep(bench.layers, bench.batch, context)[0])
+        together.append(sweep(bench.runs, bench.batch, context)[0])
+        smallest.append(smallest_s())
+    clock_s = wall_s = 0.0
+    while wall_s < _PACE_S:
+        clock, wall = sweep(small.runs, small.batch, context, section)
+        clock_s, wall_s = clock_s + total_seconds(clock), wall_s + total_seconds(wall)
+    cold, _ = sweep(small.runs, small.batch, context, pause_s=_PAUSE_S)
+    smallest.append(smallest_s())
+    return _Round(apart, together, cold, smallest, wall_s / clock_s)
+
+
+def _summary(
+    benches: Sequence[_Bench], rounds: Sequence[_Round]
+) -> tuple[list[Times], tuple[list[float], list[float]], float, float]:
+    """Seconds of each layer by bench, what cold caches add to each layer, the pace, and the spread."""
+    usual_s = statistics.median(each for round_ in rounds for each in round_.smallest)
+
+    def steady(times: Times, round_: _Round, place: int) -> Times:
+        """Times as they would have been at the usual speed of the machine."""
+        around = round_.smallest[place : place + 2]
+        return scaled(times, usual_s * len(around) / sum(around))
+
+    columns: list[Times] = []
+    spreads: list[float] = []
+    for place, bench in enumerate(benches):
+        apart = [steady(round_.apart[place], round_, place) for round_ in rounds]
+        together = medians([steady(round_.together[place], round_, place) for round_ in rounds])
+        middle = medians(apart)
+        columns.append(
+            (
+                _summing_to(together[0], middle[0], bench.starts),
+                _summing_to(together[1], middle[1], bench.starts),
+            )
+        )
+        totals = sorted(map(total_seconds, apart))
+        spreads.append((totals[-1] - totals[0]) / 2 / statistics.median(totals))
+        if place == 0:
+            warm = together
+    cold = medians([steady(round_.cold, round_, len(benches)) for round_ in rounds])
+    starts = benches[0].starts
+    extra = (
+        _cold_extra(columns[0][0], warm[0], cold[0], starts),
+        _cold_extra(columns[0][1], warm[1], cold[1], starts),
+    )
+    return columns, extra, statistics.median(round_.pace for round_ in rounds), statistics.median(spreads)
 
 
 def _in_order(sizes: Sequence[int], left_s: Callable[[], float]) -> Iterator[int]:
@@ -139,17 +234,12 @@ def _in_order(sizes: Sequence[int], left_s: Callable[[], float]) -> Iterator[int
             yield size
 
 
-def _pace(
-    stages: Sequence[StageModule], inputs: Mapping[str, Tensor], section: Section, context: Section
-) -> tuple[float, Times]:
-    """Wall-clock seconds per second of the processor through the section, and the latter with cold caches."""
-    sweeps: list[Times] = []
-    walls_s, began_s = 0.0, time.perf_counter()
-    while len(sweeps) < _REPEATS[0] or time.perf_counter() - began_s < _PACE_S:
-        clock, wall = sweep(stages, inputs, context, section, _PAUSE_S)
-        sweeps.append(clock)
-        walls_s += sum(map(sum, wall))
-    return walls_s / sum(sum(map(sum, sweep)) for sweep in sweeps), medians(sweeps)
+def total_seconds(times: Times) -> float:
+    return sum(times[0]) + sum(times[1])
+
+
+def scaled(times: Times, factor: float) -> Times:
+    return [factor * each for each in times[0]], [factor * each for each in times[1]]
 
 
 def medians(sweeps: Sequence[Times]) -> Times:
@@ -157,20 +247,6 @@ def medians(sweeps: Sequence[Times]) -> Times:
     forward = [statistics.median(times) for times in zip(*(sweep[0] for sweep in sweeps))]
     backward = [statistics.median(times) for times in zip(*(sweep[1] for sweep in sweeps))]
     return forward, backward
-
-
-def _repeat(
-    stages: Sequence[StageModule], inputs: Mapping[str, Tensor], context: Section, deadline_s: float
-) -> tuple[Times, float]:
-    """Medians over sweeps, after one that warms up, and their relative half-width."""
-    sweep(stages, inputs, context)
-    fewest, most = _REPEATS
-    sweeps: list[Times] = []
-    while len(sweeps) < fewest or (len(sweeps) < most and time.perf_counter() < deadline_s):
-        sweeps.append(sweep(stages, inputs, context)[0])
-    totals = sorted(sum(each[0]) + sum(each[1]) for each in sweeps)
-    spread = (totals[-1] - totals[0]) / 2 / statistics.median(totals)
-    return medians(sweeps), spread
 
 
 def sweep(
@@ -250,13 +326,13 @@ def run_starts(apart: Times) -> list[int]:
     return starts
 
 
-def _scaled(apart: Sequence[float], together: Sequence[float], starts: Sequence[int]) -> list[float]:
+def _summing_to(together: Sequence[float], apart: Sequence[float], starts: Sequence[int]) -> list[float]:
     """Layer times whose sum over each run is the run's own time."""
-    scaled: list[float] = []
+    found: list[float] = []
     for run_s, start, stop in zip(together, starts, [*starts[1:], len(apart)]):
         total = sum(apart[start:stop])
-        scaled.extend(seconds * (run_s / total if total > 0 else 0.0) for seconds in apart[start:stop])
-    return scaled
+        found.extend(seconds * (run_s / total if total > 0 else 0.0) for seconds in apart[start:stop])
+    return found
 
 
 def resized_rows(inputs: Mapping[str, Tensor], n_samples: int) -> dict[str, Tensor]:

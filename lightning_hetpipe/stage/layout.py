@@ -167,6 +167,16 @@ class GroupCost:
         return rounds * self.latency_s + moved * size_bytes / self.bandwidth_bytes_per_s
 
 
+def n_operations(kind: str, size_bytes: float, n_members: int) -> int:
+    """How often a collective costs what one between two members does, as `collective` performs it.
+
+    A sum takes the rounds of two members ``n - 1`` times, a large gather is a broadcast per shard.
+    """
+    if kind == "all_reduce":
+        return n_members - 1
+    return n_members if kind == "all_gather" and size_bytes > SMALL_BYTES else 1
+
+
 @dataclass(frozen=True)
 class Choice:
     """The way of every operation, and the conversions before it.

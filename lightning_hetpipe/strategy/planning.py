@@ -14,7 +14,7 @@ from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.engine.shares import measuring_shares, sharing_of
-from lightning_hetpipe.engine.survey import tabulated_sizes
+from lightning_hetpipe.engine.survey import as_slow_as, fastest_alike, tabulated_sizes
 from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.planner.rivals import rivals
 from lightning_hetpipe.planner.search import make_plan
@@ -108,16 +108,24 @@ def _profile(
     traced: Traced,
     cluster: Cluster,
     sharing: Sharing | None,
-    measure: Callable[[MeasuringBar], DeviceProfile],
+    measure: Callable[[MeasuringBar], DeviceProfile | None],
     bar: MeasuringBar,
 ) -> Profile:
-    """What every rank measured of its own device, now or in an earlier run, and the links between them."""
-    devices = tuple(exchange.agree(partial(measure, bar)))
+    """What every rank measured of its own device, now or earlier, the links between them, their software."""
+    found: list[DeviceProfile | None] = exchange.agree(partial(measure, bar))
+    measured = {each.device: each for each in found if each is not None}
+    devices = tuple(
+        measured[device.name]
+        if device.name in measured
+        else as_slow_as(device, measured[fastest_alike(device, cluster).name], cluster)
+        for device in cluster.devices
+    )
     bar.advance("measuring the links", 0, None)
     return Profile(
         traced.graph,
         devices,
         links=engine.measure_links(cluster),
+        software=engine.measure_software(cluster),
         environment={"torch": torch.__version__, "processor": processor_name()},
         sharing=sharing,
     )
@@ -133,10 +141,15 @@ def _measure(
     optimizer: Optimizer | None,
     shares: bool,
     bar: MeasuringBar,
-) -> DeviceProfile:
-    """This rank's device; the whole module is on it meanwhile."""
+) -> DeviceProfile | None:
+    """This rank's device, with the whole module on it; None where another rank measures for it.
+
+    That is one with an equal processor of the same host, where all devices are emulated.
+    """
     device = cluster.devices[exchange.rank]
-    what = f"measuring {len(traced.graph)} layers on {device.name}: micro-batch sizes"
+    if _is_movable(cluster) and fastest_alike(device, cluster) != device:
+        return None
+    what = f"measuring {len(traced.graph)} layers on {device.name}"
 
     def advance(done: int, total: int) -> None:
         waits = done == total and exchange.world_size > 1

@@ -94,37 +94,8 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
     stand_in = StandIn(pipelined, _label(run.module, name))
     captured: Captured = run.exchange.lead(lambda: capture(stand_in))
     traced = _trace(run, pipelined, captured)
-    context = run.precision.forward_context
-    optimizer = optimizer_of(run.module) if run.trains else None
-    copies = state_copies(optimizer, run.engine.device) + run.gradient_copies
-
-    def choose(options: Options, last: Plan | None) -> tuple[tuple[Plan, ...], Profile | None]:
-        return choose_plans(
-            options,
-            run.engine,
-            run.exchange,
-            traced,
-            captured,
-            context,
-            last,
-            optimizer,
-            copies,
-            show_progress=run.show_progress,
-        )
-
-    plans, profile = choose(run.options, plan)
-    plan = plans[0]
-    refuse_autocast_across_kinds(run.precision, plan.cluster)
-    try:
-        groups = _groups(run, name, traced, plan, captured)
-    except PlanError as error:
-        if run.options.merge != "auto" or run.options.plan is not None or run.options.split is not None:
-            raise
-        rank_zero_info(f"the planner's groups cannot be: {error} Planning again with merge='never'.")
-        plans, profile = choose(replace(run.options, merge="never"), None)
-        plan = plans[0]
-        groups = _groups(run, name, traced, plan, captured)
-    _say(run, pipelined, groups)
+    plans, profile, groups = _plan(run, name, pipelined, traced, captured, plan)
+    plan, context = plans[0], run.precision.forward_context
     run.engine.cluster = plan.cluster
     run.engine.emulator = Emulator(plan.cluster.devices[run.exchange.rank])
     owners = _owners(run.module, name, traced, groups)
@@ -153,6 +124,7 @@ def prepare(run: Run, capture: Capture, plan: Plan | None) -> Pipeline:
                 join(each, owners, run.exchange.rank, run.group)
                 gather(each, owners, run.exchange.rank, run.group)
 
+    del captured  # or the batch in it would count as memory that the process has anyway
     run.engine.limit_memory(_held_bytes(run.module))
     pipeline = Pipeline(
         run.module,
@@ -191,6 +163,42 @@ def _say(run: Run, pipelined: Any, groups: Groups) -> None:
 
 def _label(module: Any, name: str) -> str:
     return f"{type(module).__name__}.{name}" if name else type(module).__name__
+
+
+def _plan(
+    run: Run, name: str, pipelined: Any, traced: Traced, captured: Captured, last: Plan | None
+) -> tuple[tuple[Plan, ...], Profile | None, Groups]:
+    """The plan of the run, then its rivals; what they were made from, if known; and its groups."""
+    context = run.precision.forward_context
+    optimizer = optimizer_of(run.module) if run.trains else None
+    copies = state_copies(optimizer, run.engine.device) + run.gradient_copies
+
+    def choose(options: Options, last: Plan | None) -> tuple[tuple[Plan, ...], Profile | None]:
+        return choose_plans(
+            options,
+            run.engine,
+            run.exchange,
+            traced,
+            captured,
+            context,
+            last,
+            optimizer,
+            copies,
+            show_progress=run.show_progress,
+        )
+
+    plans, profile = choose(run.options, last)
+    refuse_autocast_across_kinds(run.precision, plans[0].cluster)
+    try:
+        groups = _groups(run, name, traced, plans[0], captured)
+    except PlanError as error:
+        if run.options.merge != "auto" or run.options.plan is not None or run.options.split is not None:
+            raise
+        rank_zero_info(f"the planner's groups cannot be: {error} Planning again with merge='never'.")
+        plans, profile = choose(replace(run.options, merge="never"), None)
+        groups = _groups(run, name, traced, plans[0], captured)
+    _say(run, pipelined, groups)
+    return plans, profile, groups
 
 
 def _trace(run: Run, pipelined: Any, captured: Captured) -> Traced:

@@ -147,9 +147,9 @@ FULL_SIZE: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor
 class Classifier(pl.LightningModule):
     """What a user writes; nothing in it knows of pipelines."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, lr: float = 0.05) -> None:
         super().__init__()
-        self.net = net
+        self.net, self.lr = net, lr
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -158,7 +158,7 @@ class Classifier(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=1e-3)
 
 
 def loader(data: tuple[Tensor, Tensor], batch_size: int) -> DataLoader[Any]:

@@ -45,7 +45,12 @@ class Recorder(pl.Callback):
 
 
 def one_device(
-    rank: int, net: torch.nn.Module, batches: list[tuple[Tensor, Tensor]], micro_batch: int, accumulate: int
+    rank: int,
+    net: torch.nn.Module,
+    batches: list[tuple[Tensor, Tensor]],
+    micro_batch: int,
+    accumulate: int,
+    lr: float = 0.05,
 ) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
     """The same micro-batches, one after the other, on one device.
 
@@ -54,7 +59,7 @@ def one_device(
     Returns:
         Losses by batch, gradients by optimizer step, and the state dict at the end.
     """
-    module = Classifier(net)
+    module = Classifier(net, lr)
     optimizer = module.configure_optimizers()
     losses, gradients = [], []
     for index, (x, y) in enumerate(batches):

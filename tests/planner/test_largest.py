@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_hetpipe.errors import InfeasibleError, PlanError
+from lightning_hetpipe.planner import cost
 from lightning_hetpipe.planner.candidates import Setting, draft, with_schedule
 from lightning_hetpipe.planner.cost import ADAM
 from lightning_hetpipe.planner.largest import largest_batch
@@ -14,6 +15,12 @@ from lightning_hetpipe.plans import Stage
 from tests.helpers.synthetic import make_cluster, make_graph, make_profile
 
 SPEEDS = (0.9, 0.5, 0.3)
+
+
+@pytest.fixture(autouse=True)
+def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Python keeps of a sample would be more than anything else in models as small as these."""
+    monkeypatch.setattr(cost, "SAMPLE_BYTES", 1)
 
 
 def problem(seed: int, sizes=(1, 2, 4), memory=(2_000, 9_000)):

@@ -249,7 +249,7 @@ def test_members_of_a_channel_group_each_need_all_samples_and_send_their_part() 
     def sent(candidate, sender, receiver, text):
         cost = PlanCost(candidate.plan, profile)
         action = next(a for a in lists[candidate].actions[sender] if str(a) == text)
-        return cost.transfer(action, sender, receiver)[0]
+        return cost.transfer(action, sender, receiver)[1]
 
     whole_s = 4 * 1e5 / 1e8
     assert sent(first, 1, 0, "0SEND_F0") == pytest.approx(whole_s / 2)

@@ -7,7 +7,7 @@ from lightning_hetpipe.errors import InfeasibleError, PlanError, ProfileError
 from lightning_hetpipe.planner.baselines import Alone
 from lightning_hetpipe.planner.candidates import Setting
 from lightning_hetpipe.planner.comparison import compare
-from lightning_hetpipe.planner.cost import LayerCosts
+from lightning_hetpipe.planner.cost import SAMPLE_BYTES, LayerCosts
 from lightning_hetpipe.planner.microbatch import best_size, neighbours, offered
 from lightning_hetpipe.planner.placement import Budget, place
 from lightning_hetpipe.planner.pools import make_chain, make_pools
@@ -237,7 +237,7 @@ def test_the_readers_batch_counts_in_the_last_stages_memory() -> None:
     profile = make_profile(graph, [1.0])
     # Parameter, gradient and two states; a slice's activations and output; the gradient that its backward
     # makes; two inputs ahead of their turn; the whole batch.
-    need = 4 * 1000 + 2 * 100 + 2 * 10 + 1000 + 2 * 2 * 50 + 8 * 50
+    need = 4 * 1000 + 2 * 100 + 2 * 10 + 1000 + 2 * 2 * 50 + 8 * (50 + SAMPLE_BYTES)
     options = {"micro_batch": 2, "schedule": "1f1b", "baselines": False}
     plan = make_plan(profile, make_cluster([1.0], memory_bytes=[need]), 8, **options)
     assert plan.prediction.memory_bytes == (need,)

@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 
 from lightning_hetpipe.errors import PlanError, ScheduleError
 from lightning_hetpipe.graph import Route
-from lightning_hetpipe.planner.cost import gpipe_step_s, lower_bound_s, one_f_one_b_step_s, safe_k
+from lightning_hetpipe.planner.cost import (
+    SAMPLE_BYTES,
+    gpipe_step_s,
+    lower_bound_s,
+    one_f_one_b_step_s,
+    safe_k,
+)
 from lightning_hetpipe.planner.simulate import simulate, simulate_schedule, step_seconds
 from lightning_hetpipe.plans import Plan, Stage
 from lightning_hetpipe.schedule import Action, Kind, Schedule, make_schedule
@@ -19,7 +25,7 @@ def chain(n: int) -> tuple[Route, ...]:
     return tuple(routes)
 
 
-def run(name, forward, backward, transfers, m, in_flight, latency=0.0) -> float:
+def run(name, forward, backward, transfers, m, in_flight, latency=0.0, sent=0.0) -> float:
     """Simulated seconds of a pipeline; ``transfers`` are one direction's link times per cut."""
     n = len(forward)
     schedule = make_schedule(
@@ -36,10 +42,10 @@ def run(name, forward, backward, transfers, m, in_flight, latency=0.0) -> float:
             return 0.0
         return forward[action.stage] if action.kind is Kind.F else backward[action.stage]
 
-    def transfer(action: Action, source: int, target: int) -> tuple[float, float]:
+    def transfer(action: Action, source: int, target: int) -> tuple[float, float, float]:
         if action.stage < 0:
-            return 0.0, 0.0
-        return transfers[min(action.stage, action.peer)], latency
+            return 0.0, 0.0, 0.0
+        return sent, transfers[min(action.stage, action.peer)], latency
 
     timeline = simulate_schedule(schedule, seconds, transfer)
     assert timeline.step_s == step_seconds(schedule, seconds, transfer)
@@ -104,7 +110,7 @@ def test_a_group_starts_together_and_ends_together() -> None:
         reduce=(0,),
     )
     timeline = simulate_schedule(
-        schedule, lambda action: 1.0, lambda action, source, target: (0.25 * target, 0.0)
+        schedule, lambda action: 1.0, lambda action, source, target: (0.0, 0.25 * target, 0.0)
     )
     times = [
         [
@@ -122,7 +128,7 @@ def test_a_deadlock_is_an_error() -> None:
     actions = ((Action.parse("0RECV_F0:1"),), (Action.parse("1RECV_F0"),))
     schedule = Schedule("broken", actions, ((0,), (1,)), 1)
     with pytest.raises(ScheduleError, match="deadlocks at 0RECV_F0:1, 1RECV_F0"):
-        simulate_schedule(schedule, lambda action: 1.0, lambda *_: (0.0, 0.0))
+        simulate_schedule(schedule, lambda action: 1.0, lambda *_: (0.0, 0.0, 0.0))
 
 
 def hand_plan(graph, cluster, cuts, devices, **options) -> Plan:
@@ -147,7 +153,7 @@ def test_a_hand_written_plan_is_simulated_with_its_memory() -> None:
     assert timeline.n_ranks == 3
     assert timeline.busy[2] == 0
     # Weights, gradients, state; what is in flight; what is received; the last layer's backward; the batch.
-    last = 3 * 1000 * 3 + (3 * 500 * 2 + 20) + 2 * 200 + (200 + 1000) + 8 * 50
+    last = 3 * 1000 * 3 + (3 * 500 * 2 + 20) + 2 * 200 + (200 + 1000) + 8 * (50 + SAMPLE_BYTES)
     first = 1000 * 3 + 2 * (500 * 2 + 200) + 2 * 100 + 200 + 1000 + 200
     assert timeline.peak_memory_bytes == (last, first, 0)
 

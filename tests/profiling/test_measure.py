@@ -75,7 +75,9 @@ def test_the_section_stretches_what_is_measured() -> None:
 def test_progress_is_reported_to_the_end() -> None:
     seen: list[tuple[int, int]] = []
     measure(trace(model(), (X,), {}), progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(0, 2), (1, 2), (2, 2)]
+    done, total = zip(*seen)
+    assert list(done) == sorted(set(done))
+    assert set(total) == {done[-1]}
 
 
 def test_skips_are_measured_too() -> None:

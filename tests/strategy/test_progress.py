@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import lightning_hetpipe as hp
+from lightning_hetpipe.profiling import device
 from tests.helpers.pipelines import QUIET, Classifier, loader, trainer
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
@@ -15,6 +16,7 @@ TWO = {"name": "pair", "devices": [{"name": "left", "speed": 0.5}, {"name": "rig
 def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     """What a run with or without Lightning's bar writes to a terminal's standard error."""
     monkeypatch.setenv("HETPIPE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(device, "reference_seconds", lambda place, section: 0.05)  # a busy machine keeps none
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "160")
 
