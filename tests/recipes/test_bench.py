@@ -1,6 +1,5 @@
 """What the recipes make of plans that ran in turn."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -15,9 +14,8 @@ from tests.helpers.pipelines import hand_plan
 
 
 @pytest.fixture
-def recipes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+def recipes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.syspath_prepend(str(request.config.rootpath / "recipes"))
-    return
 
 
 @pytest.fixture
