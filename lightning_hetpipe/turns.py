@@ -163,6 +163,7 @@ def _run(
         os.setpgid(0, 0)
     for connection in foreign:
         connection.close()
+    os.environ.pop("MASTER_PORT", None)  # of an earlier fit in the caller's process; each trial finds its own
     try:
         baton.recv()
         strategy = HetPipeStrategy(

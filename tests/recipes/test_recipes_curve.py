@@ -15,7 +15,7 @@ from tests.helpers.pipelines import QUIET
 from tests.helpers.ranks import run_ranks
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-STEPS, BATCH, MICRO_BATCH = 20, 64, 16
+STEPS, BATCH, MICRO_BATCH = 20, 32, 8
 pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
 
 

@@ -8,7 +8,14 @@ import pytest
 import lightning_hetpipe as hp
 
 ROOT = Path(hp.__file__).parent.parent
-SHORT = ("cluster=twins", "data.train_samples=64", "max_epochs=1", "progress_bar=false", "batch_size=32")
+SHORT = (
+    "cluster=twins",
+    "data.train_samples=64",
+    "data.size=16",
+    "max_epochs=1",
+    "progress_bar=false",
+    "batch_size=32",
+)
 KEYS = {
     "micro_batch",
     "micro_batch_auto",

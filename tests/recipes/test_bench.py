@@ -1,0 +1,67 @@
+"""What the recipes make of plans that ran in turn."""
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_hetpipe as hp
+from lightning_hetpipe.trial import Trial
+from tests.helpers.pipelines import hand_plan
+
+
+@pytest.fixture
+def recipes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.syspath_prepend(str(request.config.rootpath / "recipes"))
+
+
+@pytest.fixture
+def bench(recipes: None) -> ModuleType:
+    import bench
+
+    return bench
+
+
+def plans(n: int) -> list[hp.Plan]:
+    network = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    plan = hand_plan(network, (torch.zeros(32, 8),), 2)
+    return [replace(plan, micro_batch=size) for size in range(1, n + 1)]
+
+
+def test_equal_plans_run_once_and_every_batch_of_plans_has_the_first_one(bench, monkeypatch) -> None:
+    ran: list[list[int]] = []
+
+    def take_turns(_: Any, __: Any, ___: Any, batch: list[hp.Plan], rounds: int, steps: int) -> list[Trial]:
+        ran.append([plan.micro_batch for plan in batch])
+        slowed = len(ran)  # the machine is slower in the second batch
+        empty = hp.Timeline((), 0, "measured")
+        return [Trial(1.0, empty, (float(slowed * plan.micro_batch),) * rounds) for plan in batch]
+
+    monkeypatch.setattr(bench, "take_turns", take_turns)
+    asked = [*plans(10), *plans(3)]
+    measured = bench.run_in_turn(nn.Identity(), [(8,)], 4, asked, rounds=2, steps=2)
+    assert ran == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 9, 10]]
+    assert [each.ratio for each in measured] == [*range(1, 11), 1, 2, 3]
+
+
+def test_one_plan_alone_is_run(bench, monkeypatch) -> None:
+    trial = Trial(1.0, hp.Timeline((), 0, "measured"), (1.0,))
+    monkeypatch.setattr(bench, "take_turns", lambda *_: [trial])
+    assert bench.run_in_turn(nn.Identity(), [(8,)], 4, plans(1), rounds=1, steps=1)[0].trial is trial
+
+
+def test_predictions_are_summed_up_without_the_references(recipes) -> None:
+    import prediction
+
+    def row(difference: float, relative: float | None) -> Any:
+        return prediction.Row("m", "c", "1f1b", 4, (("a",),), 1.0, 1.0, difference, relative, (1.0,))
+
+    said = prediction.summary("all", [row(9.0, None), row(-0.04, 0.01), row(0.10, -0.02), row(0.30, 0.02)])
+    assert said.splitlines() == [
+        "all: 3 plans",
+        "  difference median 10.0%, worst 30.0%, 1 within 5%, 2 within 15%",
+        "  relative   median 2.0%, worst 2.0%, 3 within 5%, 3 within 15%",
+    ]
