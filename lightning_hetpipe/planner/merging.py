@@ -111,7 +111,13 @@ def merged(
 
 
 def search_merges(
-    setting: Setting, best: Candidate | None, look: Look, *, first: str | None, baselines: bool
+    setting: Setting,
+    best: Candidate | None,
+    look: Look,
+    *,
+    first: str | None,
+    sizes: Sequence[int],
+    baselines: bool,
 ) -> Merges:
     """Tries groups of slow devices, and says whether they pay.
 
@@ -120,6 +126,7 @@ def search_merges(
         best: The fastest plan without groups; None where none fits.
         look: Places layers in a setting.
         first: The device that reads the data, where that is settled.
+        sizes: Micro-batch sizes that may be taken.
         baselines: False leaves out what is for the comparison only.
 
     Returns:
@@ -128,7 +135,7 @@ def search_merges(
     sharing = setting.profile.sharing
     if sharing is None or len(setting.cluster.devices) < 2:
         return Merges()
-    size = best.plan.micro_batch if best else neighbours(setting.sizes, max(1, setting.batch_size // 8), 1)[0]
+    size = best.plan.micro_batch if best else neighbours(sizes, max(1, setting.batch_size // 8), 1)[0]
     n_layers, n_devices = len(setting.profile.graph), len(setting.cluster.devices)
     if best is not None and n_layers * n_devices > _TOO_LARGE:
         return Merges(
@@ -139,10 +146,10 @@ def search_merges(
     for teams in islice(teams_to_try(setting), _PARTITIONS_LARGE if large else _PARTITIONS):
         for split in SPLITS:
             fewest = 1 if split == "channel" else _ROWS * max(map(len, teams))
-            sizes = neighbours(setting.sizes, max(size, fewest), 1 if best else 3)
-            tried = _merged_if_possible(setting, teams, split, sizes[0], first)
+            near = neighbours(sizes, max(size, fewest), 1 if best else 3)
+            tried = _merged_if_possible(setting, teams, split, near[0], first)
             if tried is not None:
-                candidates = _with_groups(look(tried, sizes))
+                candidates = _with_groups(look(tried, near))
                 if candidates:
                     results.append((min(candidates, key=_order), tried))
     results.sort(key=lambda result: result[0].order)

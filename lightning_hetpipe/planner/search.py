@@ -127,7 +127,14 @@ def make_plan(
         merges = Merges()
         if merge == "auto" and not request.is_fixed and request.device_order is None:
             best = min(search.found, key=lambda candidate: candidate.order, default=None)
-            merges = search_merges(setting, best, _look(request), first=pinned_last, baselines=baselines)
+            merges = search_merges(
+                setting,
+                best,
+                _look(request),
+                first=pinned_last,
+                sizes=request.sizes,
+                baselines=baselines,
+            )
     search.found += merges.found
     if not search.found:
         raise infeasible(setting, request.sizes, stages=stages, device_order=request.device_order)

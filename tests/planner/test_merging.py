@@ -56,6 +56,14 @@ def test_weak_devices_on_fast_links_share_a_stage_and_the_reason_says_what_that_
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.parametrize("size", [4, 8])
+def test_a_plan_with_groups_keeps_the_micro_batch_that_was_asked_for(size: int) -> None:
+    profile, cluster = problem(WHIMPY)
+    plan = make_plan(profile, cluster, 32, micro_batch=size)
+    assert groups(plan)
+    assert plan.micro_batch == size
+
+
 def test_devices_stay_apart_where_their_link_is_slow() -> None:
     profile, cluster = problem((0.6, 0.2, 0.2), out=1e6, bandwidth=2e6, sharing={"coupled": (0, 3, 5)})
     plan = make_plan(profile, cluster, 16)
