@@ -15,6 +15,7 @@ from bench import run_in_turn
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from warm import warm_processors
 
 import lightning_hetpipe as hp
 from lightning_hetpipe.errors import HetPipeError
@@ -91,7 +92,8 @@ def main(config: DictConfig) -> None:
     torch.set_num_threads(1)  # no thread pool may exist before a fork
     torch.manual_seed(0)
     cluster = hp.Cluster.from_mapping(OmegaConf.to_container(config.cluster, resolve=True))
-    figures = run(config, hydra.utils.instantiate(config.model.module), cluster)
+    with warm_processors():
+        figures = run(config, hydra.utils.instantiate(config.model.module), cluster)
     rows = [(name, *(f"{figure:.4g}" for figure in each.values())) for name, each in figures.items()]
     show(align(COLUMNS, rows))
     folder = Path(HydraConfig.get().runtime.output_dir)

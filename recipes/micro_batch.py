@@ -22,6 +22,7 @@ from bench import profile, run_in_turn
 from resnet import small_picture_network
 from rich.table import Table
 from torch import nn
+from warm import warm_processors
 
 import lightning_hetpipe as hp
 from lightning_hetpipe.errors import InfeasibleError
@@ -165,4 +166,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with warm_processors():
+        main()

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from bench import EMULATED, Bench, alone, identity, predicted_s
+from warm import warm_processors
 
 import lightning_hetpipe as hp
 from lightning_hetpipe.errors import InfeasibleError
@@ -159,4 +160,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with warm_processors():
+        main()

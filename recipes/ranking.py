@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 from bench import EMULATED, Bench, alone, identity, predicted_s
+from warm import warm_processors
 
 import lightning_hetpipe as hp
 from lightning_hetpipe.errors import HetPipeError
@@ -94,4 +95,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with warm_processors():
+        main()
