@@ -1,8 +1,8 @@
 """Keeps this machine's processors from sleeping while a recipe measures.
 
-A virtual processor that idles between two actions wakes cold, for a while at half its speed: steps of a pipeline,
-which waits a lot, then drift by a factor of two. One process per processor that runs only when nothing else
-wants to (``SCHED_IDLE``) prevents that.
+A virtual processor that idles between two actions wakes cold, for a while at half its speed: the steps of a
+pipeline, which waits a lot, then drift by a factor of two. One process per processor that runs only when
+nothing else wants to (``SCHED_IDLE``) prevents that.
 """
 
 import os
