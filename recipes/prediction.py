@@ -129,9 +129,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--clusters", nargs="+", default=EMULATED)
     parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b"])
-    parser.add_argument("--micro-batches", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--micro-batches", nargs="+", type=int, default=[4, 8, 16])
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5, help="turns of two steps of each plan")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each plan")
+    parser.add_argument("--steps", type=int, default=2, help="of a turn")
     parser.add_argument("--json", type=Path, help="keeps the rows")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -149,7 +150,7 @@ def main() -> None:
         except InfeasibleError as error:
             print(f"{model:9} {cluster:10} left out: {error}", flush=True)
             continue
-        mine = rows_of(bench, plans, options.rounds)
+        mine = rows_of(bench, plans, options.rounds, options.steps)
         print(*mine, sep="\n", flush=True)
         rows += mine
         if options.json:
