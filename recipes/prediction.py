@@ -86,11 +86,11 @@ def plans_of(bench: Bench, schedules: list[str], sizes: list[int]) -> list[hp.Pl
     return plans
 
 
-def rows_of(bench: Bench, plans: list[hp.Plan], rounds: int) -> list[Row]:
+def rows_of(bench: Bench, plans: list[hp.Plan], rounds: int, steps: int) -> list[Row]:
     """Runs the plans in turn; the first one is the reference."""
     rows = []
     first_s = predicted_s(plans[0], bench.profile)
-    for plan, measured in zip(plans, bench.run_in_turn(plans, rounds)):
+    for plan, measured in zip(plans, bench.run_in_turn(plans, rounds, steps)):
         step_s = predicted_s(plan, bench.profile)
         rows.append(
             Row(
