@@ -47,7 +47,8 @@ from lightning_hetpipe.tracing.traced import batch_size, resized
 FRACTIONS = (0.5, 0.25, 0.125)
 MOST = 8  # members of the largest group that is asked about
 _PART = 0.5  # of the seconds that measuring the layers took, at most
-_REPEATS = 3
+_REPEATS = 2
+_LEAST = 2  # fractions: a line through one would have to pass through a half and the whole
 
 Array = npt.NDArray[np.float64]
 Context = Callable[[], AbstractContextManager[Any]]
@@ -145,7 +146,7 @@ def with_shares(
     context: Context,
     spent_s: float,
 ) -> DeviceProfile:
-    """The profile with the factors of `FRACTIONS`, or of those that half of ``spent_s`` has time for.
+    """The profile with the factors of `FRACTIONS`, or of two and those that half of ``spent_s`` has time for.
 
     Args:
         profile: The layers' seconds on all channels.
@@ -170,7 +171,8 @@ def with_shares(
             parts = [part for run, stage in zip(runs, stages) for part in run.shared_parts(stage)]
             columns.append(_factors(whole, np.array(parts), runs, fraction, before, after))
             done.append(fraction)
-            if time.perf_counter() + (time.perf_counter() - began_s) > deadline_s:
+            now_s = time.perf_counter()
+            if len(done) >= _LEAST and now_s + (now_s - began_s) > deadline_s:
                 break
     forward, backward = (tuple(zip(*(column[kind] for column in columns))) for kind in (0, 1))
     return replace(

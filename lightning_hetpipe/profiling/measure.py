@@ -36,7 +36,7 @@ from lightning_hetpipe.profiling.weigh import Weights, through, weigh
 from lightning_hetpipe.tracing import StageModule, Traced
 
 _ROUNDS = (2, 8)
-_FIRST_PART = 0.2  # of the budget, for the first look at all sizes
+_FIRST_PART = 0.25  # of the budget, for the first look at all sizes
 _PACE_S = 0.3  # seconds that a round's pace is taken over at least: some periods (0.1 s) of a CPU quota
 _PAUSE_S = 0.02  # about what a stage of a pipeline waits for its next micro-batch
 _N_RUNS = 8
@@ -56,7 +56,7 @@ def measure_device(
     section: Section = nullcontext,
     context: Section = nullcontext,
     progress: Callable[[int, int], None] | None = None,
-    budget_s: float = 10.0,
+    budget_s: float = 20.0,
 ) -> DeviceProfile:
     """Measures forward and backward seconds of every layer at several micro-batch sizes.
 
