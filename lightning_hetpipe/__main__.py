@@ -16,13 +16,14 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from rich.console import Console
 from rich.progress import Progress
 
 import lightning_hetpipe as hp
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import HetPipeError, PlanError
+from lightning_hetpipe.planner.arguments import read_merge
 from lightning_hetpipe.planner.largest import largest_batch
 from lightning_hetpipe.plans import Alternative, Plan
 from lightning_hetpipe.profiles import Profile
@@ -186,7 +187,8 @@ def _cluster(config: DictConfig) -> Cluster:
 
 
 def _merge(config: DictConfig) -> Any:
-    return config.merge if isinstance(config.merge, str) else [list(team) for team in config.merge]
+    merge = config.merge
+    return read_merge(OmegaConf.to_container(merge) if isinstance(merge, ListConfig) else merge)
 
 
 def _shapes(config: DictConfig) -> list[tuple[int, ...]]:

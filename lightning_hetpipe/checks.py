@@ -1,9 +1,9 @@
 """Values from outside: of the right kind, or refused with their name, their value and what is taken."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeGuard
 
 from lightning_hetpipe.errors import HetPipeError
 
@@ -28,6 +28,16 @@ def is_whole(value: Any, least: int = 1) -> bool:
 def is_number(value: Any) -> bool:
     """Whether a value is a finite number that is not negative (no bool)."""
     return isinstance(value, Real) and not _is_flag(value) and 0 <= float(value) < math.inf
+
+
+def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    """Whether a value is a sequence, and no text."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def is_name(value: Any) -> bool:
+    """Whether a value is a name, or a number that names (YAML reads ``[1, 2]`` so)."""
+    return (isinstance(value, str) and value != "") or is_whole(value, 0)
 
 
 def _is_flag(value: Any) -> bool:

@@ -48,6 +48,11 @@ class Pace:
     latency_s: float
     bandwidth_bytes_per_s: float
 
+    def __post_init__(self) -> None:
+        for key, value in vars(self).items():
+            holds = is_number(value) and (value > 0 or key == "latency_s")
+            require(holds, PlanError, f"pace.{key}", value, "a number > 0 (latency_s may be 0)")
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -76,10 +81,14 @@ class Stage:
         require(named, PlanError, "devices", self.devices, "a tuple of device names")
         counted = isinstance(self.shares, tuple) and all(map(is_number, self.shares))
         require(counted, PlanError, "shares", self.shares, "a tuple of fractions")
+        paced = self.pace is None or isinstance(self.pace, Pace)
+        require(paced, PlanError, "pace", self.pace, "a Pace, or None")
         if self.stop <= self.start:
             raise PlanError(f"stage {self.start}..{self.stop} holds no layer")
         if not self.devices or len(self.devices) != len(self.shares):
             raise PlanError(f"stage on {self.devices} has shares {self.shares}: give one per device")
+        if len(set(self.devices)) < len(self.devices):
+            raise PlanError(f"stage on {self.devices} names a device twice: name each once")
         if any(share <= 0 for share in self.shares) or abs(sum(self.shares) - 1) > 1e-6:
             raise PlanError(f"shares {self.shares} of {self.devices} must be positive and sum to 1")
         if self.split not in get_args(Split):

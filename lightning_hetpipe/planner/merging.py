@@ -181,7 +181,8 @@ def forced_merges(
     Raises:
         PlanError: A team cannot share any stage, with the reason for each way of sharing.
     """
-    _check(setting, teams)
+    for name in (name for team in teams for name in team):
+        setting.cluster.device(name)
     size = neighbours(sizes, max(1, setting.batch_size // 8), 1)[0]
     found: list[Candidate] = []
     for exact in (True, False):
@@ -237,21 +238,6 @@ def _reason(setting: Setting, team: Sequence[str], split: Split, size: int) -> s
     """Why a team can share no stage at all; whether a batch split is exact depends on the stage."""
     whole = Stage(0, len(setting.profile.graph), tuple(team), (1 / len(team),) * len(team), split)
     return refusal(setting.profile, setting.cluster, whole, size, exact=False)
-
-
-def _check(setting: Setting, teams: Teams) -> None:
-    names = [name for team in teams for name in team]
-    for name in names:
-        setting.cluster.device(name)
-        if names.count(name) > 1:
-            raise PlanError(
-                f"merge={[list(team) for team in teams]} names {name!r} twice: a device has one stage"
-            )
-    for team in teams:
-        if len(team) < 2:
-            raise PlanError(
-                f"merge={[list(team) for team in teams]}: {list(team)} is no group: name two or more"
-            )
 
 
 def _order(candidate: Candidate) -> tuple[float, int, int]:

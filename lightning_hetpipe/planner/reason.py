@@ -80,7 +80,7 @@ def _bottleneck(setting: Setting, plan: Plan) -> str:
         text = f"the link between stages {cut} and {cut + 1} sets the pace"
     idle = len(plan.cluster.devices) - len({name for stage in plan.stages for name in stage.devices})
     return f"{text} ({max([*stages, *hops]):.4g} s per micro-batch)" + (
-        f", {idle} devices idle" if idle else ""
+        f", {idle} {'device' if idle == 1 else 'devices'} idle" if idle else ""
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.planner.arguments import read_merge
 from lightning_hetpipe.planner.candidates import Setting
 from lightning_hetpipe.planner.split import Even
 from lightning_hetpipe.planner.teams import Teams
@@ -91,8 +92,5 @@ def check_request(request: Request) -> None:
 
 def teams_of(merge: Merge | Sequence[Sequence[str]]) -> Teams:
     """The groups that are asked for, if any."""
-    if isinstance(merge, str):
-        if merge not in ("auto", "never"):
-            raise PlanError(f"merge={merge!r} is unknown: say auto, never, or give lists of device names")
-        return ()
-    return tuple(tuple(team) for team in merge)
+    known = read_merge(merge)
+    return () if isinstance(known, str) else known

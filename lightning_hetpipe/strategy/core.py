@@ -27,6 +27,7 @@ from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.engine.c10d import PrefixStore
 from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.errors import UnsupportedError
+from lightning_hetpipe.planner.arguments import read_merge
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.stage.norm import convert_norm
@@ -39,7 +40,6 @@ from lightning_hetpipe.strategy.options import (
     Options,
     SplitByHand,
     read_cluster,
-    read_merge,
     read_micro_batch,
     read_plan,
     read_profile,

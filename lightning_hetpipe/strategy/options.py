@@ -1,12 +1,12 @@
 """What the user asks the strategy for, read and checked before anything is started."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightning_hetpipe.checks import is_number, is_whole, require
+from lightning_hetpipe.checks import is_list, is_name, is_number, is_whole, require
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import ClusterError, GraphError, PlanError, ProfileError
 from lightning_hetpipe.planner.groups import composite_name
@@ -105,9 +105,11 @@ class Options:
         if self.split is not None and self.cluster is not None:
             for name in self.split.names or ():
                 self.cluster.device(name)
+        if self.merge != "auto" and _has_groups(self.plan, self.split):
+            raise PlanError(f"merge={self.merge!r}, but plan= has groups of its own: leave merge= out")
         if not isinstance(self.merge, str):
             if self.plan is not None:
-                raise PlanError("merge= names groups, and plan= has its own: leave one of them out")
+                raise PlanError("merge= names groups, and plan= has its stages: leave one of them out")
             for name in (name for team in self.merge for name in team if self.cluster is not None):
                 assert self.cluster is not None
                 self.cluster.device(name)
@@ -176,6 +178,11 @@ def read_plan(plan: Plan | Mapping[str, Any] | str | Path | None) -> Plan | Spli
     return _read_split(plan) if _is_split(plan) else Plan.from_mapping(plan)
 
 
+def _has_groups(plan: Plan | None, split: SplitByHand | None) -> bool:
+    shared = plan is not None and any(stage.split != "none" for stage in plan.stages)
+    return shared or (split is not None and bool(split.teams))
+
+
 def _is_split(data: object) -> bool:
     return isinstance(data, Mapping) and "format" not in data and "cuts" in data
 
@@ -184,33 +191,21 @@ def _read_split(data: Any) -> SplitByHand:
     unknown = sorted(set(map(str, data)) - {"cuts", "devices"})
     if unknown:
         raise PlanError(f"a plan with cuts has unknown keys {', '.join(unknown)}; known are cuts and devices")
-    for key, names in data.items():
-        if isinstance(names, str) or not isinstance(names, Sequence):
-            raise PlanError(f"{key} of the plan is {names!r}: give a list of names")
-    cuts = tuple(map(str, data["cuts"]))
-    if data.get("devices") is None:
+    cuts, devices = data["cuts"], data.get("devices")
+    if not is_list(cuts) or not all(map(is_name, cuts)):
+        raise PlanError(f"cuts of the plan is {cuts!r}: give a list of names")
+    cuts = tuple(map(str, cuts))
+    if devices is None:
         return SplitByHand(cuts)
-    held = [(each,) if isinstance(each, str) else tuple(map(str, each)) for each in data["devices"]]
+    groups = [each if is_list(each) else [each] for each in devices] if is_list(devices) else [[]]
+    if not all(each and all(map(is_name, each)) for each in groups):
+        raise PlanError(
+            f"devices of the plan is {devices!r}: give a list of names, and a list of names for a group"
+        )
+    held = [tuple(map(str, each)) for each in groups]
     return SplitByHand(
         cuts, tuple(map(composite_name, held)), tuple(names for names in held if len(names) > 1)
     )
-
-
-def read_merge(merge: str | Sequence[Sequence[str]]) -> Merge:
-    """Whether devices may share a stage, or the groups that must.
-
-    Raises:
-        PlanError: It is neither ``auto`` nor ``never`` nor lists of device names.
-    """
-    if merge == "auto":
-        return "auto"
-    if merge == "never":
-        return "never"
-    if isinstance(merge, str) or any(isinstance(team, str) for team in merge):
-        raise PlanError(
-            f"merge={merge!r} is unknown: say 'auto', 'never', or give a list of lists of device names"
-        )
-    return tuple(tuple(map(str, team)) for team in merge)
 
 
 def read_profile(profile: Profile | str | Path | None) -> Profile | None:

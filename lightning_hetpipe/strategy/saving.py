@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_hetpipe.errors import StepError
+from lightning_hetpipe.errors import StepError, UnsupportedError
 from lightning_hetpipe.stage.norm import convert_norm
 from lightning_hetpipe.strategy import checkpoint as state
 from lightning_hetpipe.strategy.options import Options
@@ -109,6 +109,20 @@ class Saving(_Strategy):
     def _runs_user_code_alone(self) -> bool:
         """Whether the other ranks wait while this one runs user code."""
         return False
+
+
+def refuse_lost_optimizers(checkpoint: Mapping[str, Any], filepath: Any) -> None:
+    """Refuses a checkpoint to resume from, where the ranks that had the optimizers have ended.
+
+    Raises:
+        UnsupportedError: It is not one of the weights only.
+    """
+    if "optimizer_states" in checkpoint:
+        raise UnsupportedError(
+            f"a checkpoint ({filepath}) was asked for after the ranks that trained have ended, and with them "
+            "the optimizers' state: save while they run (ModelCheckpoint does), save the weights alone "
+            "(weights_only=True), or start the ranks by strategy='hetpipe', whose processes stay"
+        )
 
 
 def _convert_like(module: Any, wanted: str, state: Mapping[str, Any]) -> None:

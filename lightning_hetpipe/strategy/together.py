@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_hetpipe.engine.session import Engine
 from lightning_hetpipe.strategy.exchange import Exchange
-from lightning_hetpipe.strategy.saving import Saving
+from lightning_hetpipe.strategy.saving import Saving, refuse_lost_optimizers
 
 
 class Together(Saving):
@@ -52,6 +52,10 @@ class Together(Saving):
             return gathered.to(tensor.device)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._exchange is None:  # this process started the ranks; they have ended, their weights are here
+            refuse_lost_optimizers(checkpoint, filepath)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
         with self.exchange.blaming():
             super().save_checkpoint(checkpoint, filepath, storage_options)
 

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_hetpipe  # noqa: F401  # registers the names
+from lightning_hetpipe.errors import UnsupportedError
 from tests.helpers.pipelines import QUIET, Classifier, assert_same_weights, loader, trainer
 from tests.helpers.ranks import run_ranks
 
@@ -117,6 +118,17 @@ def test_forked_names_train_and_may_run_in_a_notebook(name: str) -> None:
     assert run.strategy.launcher.is_interactive_compatible
     run.fit(module, loader(16))
     assert all(not torch.equal(value, before[key]) for key, value in module.state_dict().items())
+
+
+def test_forked_ranks_that_have_ended_leave_weights_to_save_but_no_optimizer(tmp_path: Path) -> None:
+    module, run = Classifier(), trainer("hetpipe_fork", 2, max_epochs=1)
+    run.fit(module, loader(16))
+    run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    saved = torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]
+    torch.testing.assert_close(saved, dict(module.state_dict()), rtol=0, atol=0)
+    with pytest.raises(UnsupportedError, match="ended, and with them the optimizers' state"):
+        run.save_checkpoint(tmp_path / "whole.ckpt")
+    assert not (tmp_path / "whole.ckpt").exists()
 
 
 def test_popen_starts_the_script_once_per_rank(script: Path) -> None:

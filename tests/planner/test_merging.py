@@ -115,7 +115,12 @@ def test_a_group_that_reads_the_data_holds_the_last_stage_and_lists_the_reader_f
     ("merge", "problem_of", "message"),
     [
         ("often", {}, "merge='often' is unknown"),
+        (None, {}, "merge=None is unknown"),
+        ([1], {}, r"merge=\[1\] is unknown"),
+        ([], {}, r"merge=\[\] is unknown"),
+        (iter([["d1", "d2"]]), {}, "merge=<list_iterator .* is unknown"),
         ([["d1"]], {}, r"\['d1'\] is no group"),
+        ([["d1", "z"]], {}, "device 'z' is not in cluster"),
         ([["d1", "d2"], ["d2", "d3"]], {}, "names 'd2' twice"),
         (
             [["d1", "d2"]],
@@ -126,7 +131,7 @@ def test_a_group_that_reads_the_data_holds_the_last_stage_and_lists_the_reader_f
 )
 def test_a_group_that_cannot_work_is_refused_with_the_reason(merge, problem_of, message) -> None:
     profile, cluster = problem(WHIMPY, **problem_of)
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(ValueError, match=message):
         make_plan(profile, cluster, 32, merge=merge)
 
 

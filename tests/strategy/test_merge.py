@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Link, Profile
 from lightning_hetpipe.engine.shares import sharing_of
 from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.plans import Plan, Stage
 from lightning_hetpipe.profiles import DeviceProfile
 from lightning_hetpipe.strategy import prepare
 from lightning_hetpipe.strategy.options import read_plan
@@ -19,6 +20,8 @@ from tests.helpers.pipelines import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's; those of this package are logged
 CLUSTER = Cluster("pair", (Device("a"), Device("b")), (Link(1e-6, 1e10),))
+SHORT = {"cuts": ["1"], "devices": [["b", "c"], "a"]}
+SHARED = Plan(CLUSTER, ("0",), (Stage(0, 1, ("a", "b"), (0.5, 0.5), "batch"),), 4, 2, "1f1b", (1,))
 
 
 class Module(pl.LightningModule):
@@ -91,7 +94,16 @@ def test_a_short_plan_names_its_groups() -> None:
         ({"merge": "often"}, "merge='often' is unknown"),
         ({"merge": ["a", "b"]}, "give a list of lists of device names"),
         ({"merge": [["a", "z"]], "cluster": CLUSTER}, "device 'z' is not in cluster 'pair'"),
+        ({"merge": 5}, "merge=5 is unknown"),
+        ({"merge": [["a"]]}, "is no group: name two or more"),
+        ({"merge": [["a", "b"], ["b", "c"]]}, "names 'b' twice"),
         ({"plan": {"cuts": ["1"], "devices": [["a", "b"], "b"]}}, "name one twice"),
+        ({"plan": {"cuts": ["1"], "devices": [["a", None], "b"]}}, "devices of the plan is"),
+        ({"plan": {"cuts": ["1"], "devices": ["a", []]}}, "devices of the plan is"),
+        ({"plan": {"cuts": [["1"]]}}, "cuts of the plan is"),
+        ({"merge": "never", "plan": SHORT}, "merge='never', but plan= has groups of its own"),
+        ({"merge": [["a", "b"]], "plan": SHORT}, "but plan= has groups of its own"),
+        ({"merge": "never", "plan": SHARED}, "merge='never', but plan= has groups of its own"),
     ],
 )
 def test_groups_that_cannot_be_are_refused_before_anything_is_started(options: Any, message: str) -> None:

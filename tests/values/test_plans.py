@@ -7,7 +7,7 @@ import yaml
 from lightning_hetpipe.cluster import Cluster, Device
 from lightning_hetpipe.errors import PlanError
 from lightning_hetpipe.graph import READER, Layer, LayerGraph, Value
-from lightning_hetpipe.plans import Alternative, Plan, Prediction, Stage, micro_batch_sizes
+from lightning_hetpipe.plans import Alternative, Pace, Plan, Prediction, Stage, micro_batch_sizes
 
 CLUSTER = Cluster("pair", (Device("a"), Device("b")))
 PLAN = Plan(
@@ -95,6 +95,8 @@ def test_a_contradiction_is_refused(change: dict[str, object], message: str) -> 
         ((0, 1.5, ("a",)), "stop=1.5 was asked for: give the index of a layer"),
         ((-1, 1, ("a",)), "start=-1 was asked for"),
         ((0, 1, "a"), "devices='a' was asked for: give a tuple of device names"),
+        ((0, 1, ("a", "a"), (0.5, 0.5), "batch"), "names a device twice"),
+        ((0, 1, ("a", "b"), (0.5, 0.5), "channel", 5), "pace=5 was asked for: give a Pace, or None"),
     ],
 )
 def test_an_impossible_stage_is_refused(stage: tuple[object, ...], message: str) -> None:
@@ -150,6 +152,19 @@ def test_bytes_that_are_no_text_and_a_folder_are_no_plans(tmp_path: Path) -> Non
     for path in (tmp_path / "plan.json", tmp_path):
         with pytest.raises(PlanError, match=f"plan {path} cannot be read"):
             Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("pace", "message"),
+    [
+        ((0.0, 1e-3, 1e9), r"pace\.work_per_s=0\.0 was asked for"),
+        ((1e9, -1e-3, 1e9), r"pace\.latency_s=-0\.001 was asked for"),
+        ((1e9, 1e-3, "1Gbit/s"), r"pace\.bandwidth_bytes_per_s='1Gbit/s' was asked for"),
+    ],
+)
+def test_a_pace_of_no_numbers_is_refused(pace: tuple[object, ...], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Pace(*pace)  # type: ignore[arg-type]
 
 
 def test_an_unknown_split_is_refused() -> None:
