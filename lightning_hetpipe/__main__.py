@@ -24,6 +24,8 @@ import lightning_hetpipe as hp
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import HetPipeError, PlanError
 from lightning_hetpipe.planner.arguments import read_merge
+from lightning_hetpipe.planner.baselines import Alone
+from lightning_hetpipe.planner.candidates import Setting, finish
 from lightning_hetpipe.planner.largest import largest_batch
 from lightning_hetpipe.plans import Alternative, Plan
 from lightning_hetpipe.profiles import Profile
@@ -96,6 +98,8 @@ def plan_command(config: DictConfig) -> Figures:
 
 def _largest(config: DictConfig) -> Figures:
     """The plan of the largest batch, beside the largest of plain GPipe on an even split."""
+    if not isinstance(_merge(config), str):
+        raise PlanError(f"batch_size=max is of devices apart: leave merge={config.merge} out")
     cluster = _cluster(config)
     found = largest_batch(
         _profile(config, cluster),
@@ -221,10 +225,20 @@ def _profile(config: DictConfig, cluster: Cluster) -> Profile:
 def _plan(config: DictConfig) -> tuple[Plan, Profile]:
     if config.plan is not None:
         plan = Plan.load(config.plan)
-        return plan, _profile(config, plan.cluster)
+        profile = _profile(config, plan.cluster)
+        return _predicted(config, plan, profile), profile
     cluster = _cluster(config)
     profile = _profile(config, cluster)
     return _make(config, profile, cluster, micro_batch=config.micro_batch), profile
+
+
+def _predicted(config: DictConfig, plan: Plan, profile: Profile) -> Plan:
+    """The plan with what it says of itself, or what the profile says of one that was written by hand."""
+    plan.check_graph(profile.graph)
+    if plan.prediction is not None:
+        return plan
+    setting = Setting(profile, plan.cluster, plan.batch_size, (plan.schedule,), config.optimizer_copies)
+    return finish(setting, plan, Alone(setting).bound_images_per_s())
 
 
 def _make(config: DictConfig, profile: Profile, cluster: Cluster, **options: Any) -> Plan:

@@ -63,9 +63,33 @@ def test_groups_are_planned_as_the_command_line_says(hetpipe, tmp_path):
         code, shown, _ = hetpipe(*words, f"merge={merge}")
         assert not code
         assert sum(stage.split != "none" for stage in Plan.from_json(shown).stages) == groups
-    code, _, errors = hetpipe(*words, "merge=[[twin1,twin3]]")
+    for merge, message in (
+        ("[[twin1,twin3]]", "device 'twin3' is not in cluster 'twins'"),
+        ("null", "merge=None is unknown"),
+        ("[]", "merge=[] is unknown"),
+    ):
+        code, _, errors = hetpipe(*words, f"merge={merge}")
+        assert code
+        assert message in errors
+    code, _, errors = hetpipe(*words, "batch_size=max", "merge=[[twin1,twin2]]")
     assert code
-    assert "device 'twin3' is not in cluster 'twins'" in errors
+    assert "batch_size=max is of devices apart: leave merge=[['twin1', 'twin2']] out" in errors
+
+
+def test_a_plan_with_a_group_that_was_written_by_hand_is_predicted(hetpipe, tmp_path):
+    graph = make_graph(4)
+    profile = replace(make_profile(graph, (0.5, 0.5)), sharing=make_sharing(graph, work=1e7))
+    twins = tuple(replace(each, device=f"twin{i}") for i, each in enumerate(profile.devices, start=1))
+    replace(profile, devices=twins).save(tmp_path / "twins.json")
+    words = ("profile=twins.json", "format=json")
+    code, made, _ = hetpipe("plan", "cluster=twins", "batch_size=8", "merge=[[twin1,twin2]]", *words)
+    assert not code
+    replace(Plan.from_json(made), prediction=None, profile_hash="").save(tmp_path / "hand.json")
+    code, shown, errors = hetpipe("plan", "plan=hand.json", *words)
+    assert not code, errors
+    prediction, expected = Plan.from_json(shown).prediction, Plan.from_json(made).prediction
+    assert prediction.step_s == pytest.approx(expected.step_s)
+    assert prediction.images_per_s_bound == pytest.approx(expected.images_per_s_bound)
 
 
 @pytest.mark.parametrize(

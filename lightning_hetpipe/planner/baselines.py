@@ -138,7 +138,8 @@ def data_parallel(setting: Setting, alone: Alone, *, uneven: bool) -> Baseline:
         results = [alone.best(name, share) for name, share in zip(team, shares)]
         step_s = max(result[0] for result in results) + _all_reduce_s(setting, alone, team)
         memory = max(result[2] for result in results)
-        note = f"{count} devices, shares {', '.join(map(str, shares[:8]))}{' ...' if count > 8 else ''}"
+        note = f"{count} device{'s' if count > 1 else ''}, shares {', '.join(map(str, shares[:8]))}"
+        note += " ..." if count > 8 else ""
         best = min(best, (step_s, memory, note))
     return Baseline(title, *best)
 

@@ -315,7 +315,8 @@ def _verdict(setting: Setting, best: Candidate | None, winner: Candidate, *, pay
     otherwise = "keeping them apart" if set(group.devices) <= used else "leaving some of them out"
     if pays:
         return f"{what} gains {gain:.1%} over {otherwise} ({rule})"
-    return f"{what} would change {gain:+.1%} ({rule}), so layers only"
+    too_little = f": groups must save {GAIN:.0%} of the step" if gain > 0 else ""
+    return f"{what} would change {gain:+.1%} ({rule}){too_little}, so layers only"
 
 
 def _efficiency(setting: Setting, best: Candidate, winner: Candidate, group: Stage) -> tuple[float, float]:

@@ -73,14 +73,14 @@ def _bottleneck(setting: Setting, plan: Plan) -> str:
     slowest = int(np.argmax(stages))
     mine = plan.stages_of_rank[plan.ranks_of_stage[slowest][0]]
     held = f"stage {slowest}" if len(mine) == 1 else f"stages {', '.join(map(str, mine))}"
-    text = f"{held} on {'+'.join(plan.stages[slowest].devices)} sets the pace"
+    text = f"{held} on {'+'.join(plan.stages[slowest].devices)} set{'s' if len(mine) == 1 else ''} the pace"
     hops = [max(hop) for hop in cost.hops(size)]
     if hops and max(hops) > max(stages):
         cut = int(np.argmax(hops))
         text = f"the link between stages {cut} and {cut + 1} sets the pace"
     idle = len(plan.cluster.devices) - len({name for stage in plan.stages for name in stage.devices})
     return f"{text} ({max([*stages, *hops]):.4g} s per micro-batch)" + (
-        f", {idle} {'device' if idle == 1 else 'devices'} idle" if idle else ""
+        f", {idle} device{'s' if idle > 1 else ''} idle" if idle else ""
     )
 
 

@@ -69,8 +69,17 @@ def test_devices_stay_apart_where_their_link_is_slow() -> None:
     plan = make_plan(profile, cluster, 16)
     assert not groups(plan)
     assert "so layers only" in plan.reason
+    assert "groups must save" not in plan.reason  # they would lose
     assert any(name.startswith("merged ") for name in rows(plan))
     assert plan.stages == make_plan(profile, cluster, 16, merge="never").stages
+
+
+def test_a_gain_that_is_too_small_for_groups_is_said_to_be(monkeypatch) -> None:
+    monkeypatch.setattr(merging, "GAIN", 0.95)
+    profile, cluster = problem(WHIMPY)
+    plan = make_plan(profile, cluster, 32, baselines=False)
+    assert not groups(plan)
+    assert ": groups must save 95% of the step, so layers only" in plan.reason
 
 
 def test_a_search_for_groups_that_would_take_long_is_left_out_and_that_is_said(monkeypatch) -> None:

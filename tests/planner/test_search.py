@@ -62,7 +62,7 @@ def test_a_useless_device_is_left_idle() -> None:
     plan = make_plan(profile, cluster, 32)
     assert "d2" not in devices(plan)
     assert len(plan.cluster.devices) == 3
-    assert "1 devices idle" in plan.reason
+    assert "1 device idle" in plan.reason
 
 
 def test_a_pipeline_that_is_not_worth_it_is_refused_in_words() -> None:
