@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_hetpipe.engine.emulate import Emulator
 from lightning_hetpipe.engine.runtime import SharedGradients
 from lightning_hetpipe.engine.session import Engine, MakeSchedule
-from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.errors import PlanError, UnsupportedError
 from lightning_hetpipe.plans import Plan
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.schedule.action import Schedule
@@ -45,6 +45,7 @@ from lightning_hetpipe.strategy.pipelined import find_pipelined, refuse_one_laye
 from lightning_hetpipe.strategy.planning import choose_plans
 from lightning_hetpipe.strategy.precision import prepare_precision
 from lightning_hetpipe.strategy.refine import SEES, Refinement, sees_micro_batches
+from lightning_hetpipe.strategy.refusals import refuse_cut_weights
 from lightning_hetpipe.strategy.shards import join
 from lightning_hetpipe.strategy.steps import StandIn
 from lightning_hetpipe.tracing import TensorSpec, Traced, trace
@@ -191,7 +192,9 @@ def _plan(
     refuse_autocast_across_kinds(run.precision, plans[0].cluster)
     try:
         groups = _groups(run, name, traced, plans[0], captured)
-    except PlanError as error:
+        if optimizer is not None and any(layout.placements for layout in groups.layouts.values()):
+            refuse_cut_weights(optimizer.make)
+    except (PlanError, UnsupportedError) as error:
         if run.options.merge != "auto" or run.options.plan is not None or run.options.split is not None:
             raise
         rank_zero_info(f"the planner's groups cannot be: {error} Planning again with merge='never'.")

@@ -82,10 +82,21 @@ def refuse_optimizers(optimizers: list[Any], *, shared_by_channels: bool = False
                     f"the optimizer {type(optimizer).__name__} cannot work in a pipeline: "
                     f"{_OPTIMIZERS[kind.__name__]}. Use a first-order optimizer such as AdamW or SGD."
                 )
-            reason = _WHOLE_TENSORS.get(kind.__name__.lower())
-            if shared_by_channels and reason is not None:
-                raise UnsupportedError(
-                    f"the optimizer {type(optimizer).__name__} cannot train weights that devices share by "
-                    f"channels: {reason}. Use an elementwise one such as AdamW or SGD, "
-                    "share the stages by samples, or say merge='never'."
-                )
+        if shared_by_channels:
+            refuse_cut_weights(type(optimizer))
+
+
+def refuse_cut_weights(optimizer: Any) -> None:
+    """Refuses the class of an optimizer that needs whole weights, where devices share them by channels.
+
+    Raises:
+        UnsupportedError: It is one of these.
+    """
+    for kind in getattr(optimizer, "__mro__", ()):
+        reason = _WHOLE_TENSORS.get(kind.__name__.lower())
+        if reason is not None:
+            raise UnsupportedError(
+                f"the optimizer {optimizer.__name__} cannot train weights that devices share by channels: "
+                f"{reason}. Use an elementwise one such as AdamW or SGD, share the stages by samples, or say "
+                "merge='never'."
+            )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Link, Profile
 from lightning_hetpipe.engine.shares import sharing_of
-from lightning_hetpipe.errors import PlanError
+from lightning_hetpipe.errors import PlanError, UnsupportedError
 from lightning_hetpipe.plans import Plan, Stage
 from lightning_hetpipe.profiles import DeviceProfile
 from lightning_hetpipe.strategy import prepare
@@ -44,13 +44,13 @@ def profile_in_which_merging_pays() -> Profile:
     return Profile(traced.graph, devices, sharing=sharing_of(traced, traced.bind((x,), {}), 2))
 
 
-def fit(folder: Path, **options: Any) -> HetPipeStrategy:
+def fit(folder: Path, module: type[Module] = Module, **options: Any) -> HetPipeStrategy:
     strategy = HetPipeStrategy(
         cluster=CLUSTER, profile=profile_in_which_merging_pays(), start_method="fork", timeout_s=60, **options
     )
     data = torch.utils.data.TensorDataset(torch.randn(16, 4))
     run = trainer(strategy, 2, max_epochs=1, default_root_dir=folder)
-    run.fit(Module(), torch.utils.data.DataLoader(data, 8))
+    run.fit(module(), torch.utils.data.DataLoader(data, 8))
     return strategy
 
 
@@ -63,6 +63,17 @@ def test_devices_share_a_stage_where_that_pays_unless_it_is_forbidden(tmp_path: 
     assert len(splits(merged)) == 1
     assert "gains" in merged.plan.why()
     assert not splits(fit(tmp_path, merge="never"))
+
+
+class Factored(Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(self.parameters())
+
+
+def test_the_planner_s_groups_are_left_where_the_optimizer_needs_whole_weights(tmp_path: Path) -> None:
+    assert not splits(fit(tmp_path, module=Factored))
+    with pytest.raises(UnsupportedError, match="Adafactor cannot train weights that devices share"):
+        fit(tmp_path, module=Factored, merge=[["a", "b"]])
 
 
 def test_groups_that_the_model_does_not_allow_are_planned_again_without(
