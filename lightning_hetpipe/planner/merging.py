@@ -183,13 +183,14 @@ def forced_merges(
     """
     for name in (name for team in teams for name in team):
         setting.cluster.device(name)
-    size = neighbours(sizes, max(1, setting.batch_size // 8), 1)[0]
     found: list[Candidate] = []
     for exact in (True, False):
         setting = replace(setting, exact=exact)
         for splits in product(SPLITS, repeat=len(teams)):
             if any(_reason(setting, team, split, max(sizes)) for team, split in zip(teams, splits)):
                 continue
+            fewest = _ROWS * max((len(t) for t, split in zip(teams, splits) if split == "batch"), default=0)
+            size = neighbours(sizes, max(1, setting.batch_size // 8, fewest), 1)[0]
             tried = merged(setting, teams, splits, size, first)
             found += _with_all(teams, look, tried, first)
         if found:

@@ -90,7 +90,18 @@ def check_request(request: Request) -> None:
         setting.profile.device(name)
 
 
-def teams_of(merge: Merge | Sequence[Sequence[str]]) -> Teams:
-    """The groups that are asked for, if any."""
+def teams_of(merge: Merge | Sequence[Sequence[str]], schedule: str) -> Teams:
+    """The groups that are asked for, if any.
+
+    Raises:
+        PlanError: They are no groups, or the schedule has none.
+    """
     known = read_merge(merge)
-    return () if isinstance(known, str) else known
+    if isinstance(known, str):
+        return ()
+    if schedule == "interleaved":
+        raise PlanError(
+            f"merge={[list(team) for team in known]} and the interleaved schedule were both asked for, but "
+            "under it no devices share a stage: leave one of them out"
+        )
+    return known

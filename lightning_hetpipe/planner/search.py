@@ -93,7 +93,7 @@ def make_plan(
                 "even": even or None,
                 "cuts": cuts,
                 "device_order": device_order,
-                "merge": None if isinstance(merge, str) else merge,
+                "merge": teams_of(merge, schedule) or None,
             },
             micro_batch=micro_batch,
             schedule=schedule,
@@ -113,7 +113,7 @@ def make_plan(
         tuple(device_order) if device_order is not None else None,
         pinned_last,
     )
-    teams = teams_of(merge)
+    teams = teams_of(merge, schedule)
     check_request(replace(request, device_order=None) if teams else request)
     alone = Alone(setting)
     bound = alone.bound_images_per_s()
@@ -265,7 +265,8 @@ def _searched(request: Request, single: Baseline) -> _Found:
         return best[size]
 
     sizes = request.sizes
-    index = int(np.searchsorted(sizes, max(1, setting.batch_size // 8)))
+    members = (len(group.devices) for group in setting.groups if group.split == "batch")
+    index = int(np.searchsorted(sizes, max(1, setting.batch_size // 8, *members)))  # a sample for each
     index = min(index, len(sizes) - 1)
     while not np.isfinite(visit(sizes[index])) and index > 0:
         index -= 1

@@ -144,6 +144,26 @@ def test_a_group_that_cannot_work_is_refused_with_the_reason(merge, problem_of, 
         make_plan(profile, cluster, 32, merge=merge)
 
 
+@pytest.mark.parametrize(("n", "batch_size"), [(3, 8), (5, 32), (9, 32)])
+def test_a_group_that_needs_larger_micro_batches_than_the_search_begins_with_is_found(n, batch_size) -> None:
+    profile, cluster = problem((0.1,) * n, sharing={"most": 1})
+    plan = make_plan(profile, cluster, batch_size, merge=[[f"d{i}" for i in range(n)]])
+    assert [(stage.split, len(stage.devices)) for stage in groups(plan)] == [("batch", n)]
+    assert plan.micro_batch >= n
+
+
+def test_groups_under_the_interleaved_schedule_are_refused_in_words() -> None:
+    profile, cluster = problem((0.6, 0.2, 0.2))
+    with pytest.raises(PlanError, match="and the interleaved schedule were both asked for"):
+        make_plan(profile, cluster, 16, schedule="interleaved", merge=[["d1", "d2"]])
+
+
+def test_the_largest_batch_is_not_looked_for_with_an_unknown_merge() -> None:
+    profile, cluster = problem((0.6, 0.2, 0.2))
+    with pytest.raises(PlanError, match="merge='often' is unknown"):
+        make_plan(profile, cluster, "max", merge="often")
+
+
 def test_more_members_than_a_micro_batch_has_samples_is_refused_in_words() -> None:
     profile, cluster = problem((0.3, 0.3, 0.3), sharing={"most": 1})
     with pytest.raises(PlanError, match="a micro-batch of 2 has no sample for some of 3 devices"):
