@@ -1,13 +1,14 @@
 """Trials of several plans that run in turn, so that a machine whose speed drifts treats them alike.
 
               ┌───── round 0 ─────┐┌──── round 1 ────┐
-    plan 0    set-up ██                 ██                        each block: some steps, until the last rank
-    plan 1              set-up ██          ██                     has ended them; all other trials wait
-    plan 2                        set-up ██   ██
+    plan 0    set-up ██                 ▒██                       ▒ a step that warms up; ██ some steps, until
+    plan 1              set-up ██          ▒██                    the last rank has ended them; all other
+    plan 2                        set-up ██   ▒██                 trials wait
 
 All trials are there at the same time, each with its ranks. The caller's process hands the baton on: a trial
 runs while it has it, and is stopped in between, because a rank that only waits still watches over the others.
-The first turn of each is a warm-up.
+The first turn of each is a warm-up, and so is the first step of each turn: ranks that were stopped have cold
+caches.
 """
 
 import multiprocessing
@@ -55,7 +56,7 @@ def take_turns(
         shapes: One sample of each argument, without the batch dimension.
         plans: All of them have their ranks' memory at the same time.
         rounds: Turns of each plan that count.
-        steps: Optimizer steps of a turn.
+        steps: Optimizer steps of a turn that count.
 
     Returns:
         One trial per plan, in their order. The same index of ``turns_s`` is the same round.
@@ -67,7 +68,7 @@ def take_turns(
     """
     if min(rounds, steps, len(plans)) < 1:
         raise ValueError(f"{len(plans)} plans, rounds={rounds}, steps={steps}: give at least one of each")
-    lengths = (WARM_UP_STEPS, *[steps] * rounds)
+    lengths = (WARM_UP_STEPS, *[1 + steps] * rounds)
     trials: list[_Running] = []
     try:
         for index, plan in enumerate(plans):
@@ -118,22 +119,24 @@ class _Running:
 class _Gate(L.Callback):
     """Runs the steps of a turn, then hands the baton back and waits for it; on all ranks of a trial."""
 
-    def __init__(self, baton: Connection, lengths: Sequence[int], begin_s: float) -> None:
-        self._baton, self._begin_s = baton, begin_s
+    def __init__(self, baton: Connection, lengths: Sequence[int]) -> None:
+        self._baton, self._begin_s = baton, 0.0
         self._ends = {sum(lengths[: turn + 1]) for turn in range(len(lengths))}
+        self._warm = {1 + end for end in (0, *self._ends)}  # where the first step of a turn has ended
 
     @override
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx + 1 not in self._ends:
+        if batch_idx + 1 not in self._ends | self._warm:
             return
         trainer.strategy.barrier()  # the step has ended when the slowest rank's optimizer has
-        if trainer.is_global_zero:
+        if batch_idx + 1 in self._warm:
+            self._begin_s = time.monotonic()
+        elif trainer.is_global_zero:
             timeline = trainer.strategy.timeline  # type: ignore[attr-defined]
             self._baton.send(_Turn(time.monotonic() - self._begin_s, timeline))
             self._baton.recv()
-            self._begin_s = time.monotonic()
 
 
 def _start(name: str, others: Sequence[_Running], *work: Any) -> _Running:
@@ -170,7 +173,7 @@ def _run(
             cluster=plan.cluster, plan=plan, start_method=start_method(), timeout_s=_WAITS_S
         )
         batches = random_batches(shapes, n_classes, plan.batch_size, sum(lengths))
-        fit(network, strategy, batches, [_Gate(baton, lengths, time.monotonic())])
+        fit(network, strategy, batches, [_Gate(baton, lengths)])
     except BaseException:
         with suppress(OSError):  # nobody listens to a trial that ends because another one failed
             baton.send(traceback.format_exc())
