@@ -10,6 +10,7 @@ from lightning_hetpipe.checks import is_list, is_name, is_number, is_whole, requ
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.errors import ClusterError, GraphError, PlanError, ProfileError
 from lightning_hetpipe.planner.groups import composite_name
+from lightning_hetpipe.planner.request import teams_of
 from lightning_hetpipe.plans import Merge, Plan, read_plan_file
 from lightning_hetpipe.profiles import Profile
 from lightning_hetpipe.schedule import SCHEDULES
@@ -107,10 +108,11 @@ class Options:
                 self.cluster.device(name)
         if self.merge != "auto" and _has_groups(self.plan, self.split):
             raise PlanError(f"merge={self.merge!r}, but plan= has groups of its own: leave merge= out")
-        if not isinstance(self.merge, str):
+        teams = teams_of(self.merge, self.schedule)
+        if teams:
             if self.plan is not None:
                 raise PlanError("merge= names groups, and plan= has its stages: leave one of them out")
-            for name in (name for team in self.merge for name in team if self.cluster is not None):
+            for name in (name for team in teams for name in team if self.cluster is not None):
                 assert self.cluster is not None
                 self.cluster.device(name)
 

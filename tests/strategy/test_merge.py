@@ -108,6 +108,7 @@ def test_a_short_plan_names_its_groups() -> None:
         ({"merge": 5}, "merge=5 is unknown"),
         ({"merge": [["a"]]}, "is no group: name two or more"),
         ({"merge": [["a", "b"], ["b", "c"]]}, "names 'b' twice"),
+        ({"merge": [["a", "b"]], "schedule": "interleaved"}, "the interleaved schedule were both asked for"),
         ({"plan": {"cuts": ["1"], "devices": [["a", "b"], "b"]}}, "name one twice"),
         ({"plan": {"cuts": ["1"], "devices": [["a", None], "b"]}}, "devices of the plan is"),
         ({"plan": {"cuts": ["1"], "devices": ["a", []]}}, "devices of the plan is"),
