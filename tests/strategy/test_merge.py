@@ -1,5 +1,6 @@
 """What the strategy makes of `merge` and of groups in a short plan."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,8 @@ def profile_in_which_merging_pays() -> Profile:
 
 
 def fit(folder: Path, module: type[Module] = Module, **options: Any) -> HetPipeStrategy:
-    strategy = HetPipeStrategy(
-        cluster=CLUSTER, profile=profile_in_which_merging_pays(), start_method="fork", timeout_s=60, **options
-    )
+    options = {"profile": profile_in_which_merging_pays()} | options
+    strategy = HetPipeStrategy(cluster=CLUSTER, start_method="fork", timeout_s=60, **options)
     data = torch.utils.data.TensorDataset(torch.randn(16, 4))
     run = trainer(strategy, 2, max_epochs=1, default_root_dir=folder)
     run.fit(module(), torch.utils.data.DataLoader(data, 8))
@@ -71,9 +71,13 @@ class Factored(Module):
 
 
 def test_the_planner_s_groups_are_left_where_the_optimizer_needs_whole_weights(tmp_path: Path) -> None:
-    assert not splits(fit(tmp_path, module=Factored))
+    made = profile_in_which_merging_pays()
+    assert made.sharing is not None
+    profile = replace(made, sharing=replace(made.sharing, coupled=(0, 1, 2)))  # never by samples
+    assert splits(fit(tmp_path, profile=profile)) == ["channel"]
+    assert not splits(fit(tmp_path, profile=profile, module=Factored))
     with pytest.raises(UnsupportedError, match="Adafactor cannot train weights that devices share"):
-        fit(tmp_path, module=Factored, merge=[["a", "b"]])
+        fit(tmp_path, profile=profile, module=Factored, merge=[["a", "b"]])
 
 
 def test_groups_that_the_model_does_not_allow_are_planned_again_without(
