@@ -73,7 +73,8 @@ def choose_plans(
         return (last,), None
     cluster = options.cluster or find_cluster(exchange, engine.device)
     sharing = None
-    may_share = options.merge != "never" if options.split is None else bool(options.split.teams)
+    asked = not isinstance(options.merge, str) or (options.split is not None and bool(options.split.teams))
+    may_share = asked or (options.merge == "auto" and options.split is None)
     if options.profile is None and may_share:
         args, kwargs = captured.arguments(torch.device("cpu"))
         with context():

@@ -65,6 +65,13 @@ def test_devices_share_a_stage_where_that_pays_unless_it_is_forbidden(tmp_path: 
     assert not splits(fit(tmp_path, merge="never"))
 
 
+def test_a_group_may_be_asked_for_in_an_even_split_that_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETPIPE_CACHE_DIR", str(tmp_path))
+    assert len(splits(fit(tmp_path, profile=None, plan="even", merge=[["a", "b"]]))) == 1
+
+
 class Factored(Module):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adafactor(self.parameters())
