@@ -236,11 +236,16 @@ class PipelineStrategy(Together):
             self._launcher = self.process_launcher(self, start_method=self.options.start_method)
 
     def set_world_ranks(self) -> None:
-        """Global ranks of processes on this machine; torchrun and SLURM know theirs and ignore this."""
+        """Global ranks of the processes of this node; torchrun and SLURM know theirs and ignore this.
+
+        Without them, a process that was started by hand on each node says its place in ``NODE_RANK`` and
+        ``LOCAL_RANK``, as Lightning has it.
+        """
         environment = self.cluster_environment
         if environment is not None:
-            environment.set_global_rank(self.local_rank)
-            environment.set_world_size(self.num_processes)
+            node = environment.node_rank() if self.num_nodes > 1 else 0
+            environment.set_global_rank(node * self.num_processes + self.local_rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
         for module in ("lightning_utilities.core.rank_zero", f"{self.namespace}.utilities.rank_zero"):
             import_module(module).rank_zero_only.rank = self.global_rank
 

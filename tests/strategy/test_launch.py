@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_hetpipe import HetPipeStrategy
 from tests.helpers.pipelines import QUIET, Classifier, loader, trainer
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
@@ -61,3 +62,15 @@ def test_nodes_of_unequal_size_train_together_under_torchrun(tmp_path: Path) -> 
         weights = torch.load(tmp_path / f"rank{rank}.pt")
         for name, value in alone.state_dict().items():
             torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_a_process_started_by_hand_on_each_node_is_one_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"NODE_RANK": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    strategy = HetPipeStrategy()
+    trainer(strategy, 1, num_nodes=4)
+    strategy.set_world_ranks()
+    assert (strategy.global_rank, strategy.world_size) == (2, 4)
+    monkeypatch.undo()
+    trainer(HetPipeStrategy(), 1).strategy.set_world_ranks()  # this process is rank 0 again
