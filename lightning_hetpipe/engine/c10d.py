@@ -4,6 +4,7 @@ The engine builds its groups directly on a store: neither WORLD nor torch's regi
 them, only the ranks of a group take part in creating it, and dropping the last reference closes it.
 """
 
+import os
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -64,7 +65,14 @@ def thread_store(timeout_s: float) -> Store:
 
 
 def gloo_device() -> Any:
-    """One listening socket and one thread, for all gloo groups of a process."""
+    """One listening socket and one thread, for all gloo groups of a process.
+
+    They are on the (first) interface that ``GLOO_SOCKET_IFNAME`` names, as those of torch's own groups; else on
+    that of the host's name.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface)
     return dist.ProcessGroupGloo.create_default_device()
 
 
