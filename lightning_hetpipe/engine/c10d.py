@@ -67,7 +67,7 @@ def thread_store(timeout_s: float) -> Store:
 def gloo_device() -> Any:
     """One listening socket and one thread, for all gloo groups of a process.
 
-    They are on the (first) interface that ``GLOO_SOCKET_IFNAME`` names, as those of torch's own groups; else on
+    They are on the (first) interface that ``GLOO_SOCKET_IFNAME`` names, as those of torch itself; else on
     that of the host's name.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
