@@ -222,6 +222,7 @@ def _in_turn(
     before: list[Times] = []
     after: list[Times] = []
     for _ in range(_REPEATS):
+        sweep(stages, batch, context)  # warms up
         before.append(sweep(stages, batch, context)[0])
         with _cut(module, [run.layout for run in runs if run.layout is not None]):
             sweep(members, batch, context)  # warms up

@@ -19,7 +19,7 @@ from lightning_hetpipe.errors import ProfileError
 from lightning_hetpipe.profiles import DeviceProfile, Software, read_device
 from lightning_hetpipe.profiling.kept import KeptFile
 
-PROFILER = 5  # counts the ways of measuring; another one measures again
+PROFILER = 6  # counts the ways of measuring; another one measures again
 SAME_PACE = 0.15  # relative difference of reference_s within which a kept profile holds
 MAX_ENTRIES = 16
 _TRIES = 2
