@@ -64,7 +64,7 @@ def test_a_layer_that_no_two_devices_can_share_takes_as_long_on_each() -> None:
     traced = trace(net, (x,), {})
     whole = DeviceProfile("d", (4,), ((1.0,),) * 2, ((1.0,),) * 2)
     found = with_shares(whole, traced, traced.bind((x,), {}), context=nullcontext, spent_s=0.0)
-    assert found.forward_factors == ((1.0,),) * 2
+    assert found.forward_factors == ((1.0, 1.0),) * 2  # at two fractions
 
 
 def test_a_profile_of_one_device_or_without_merging_has_no_shares(tmp_path, monkeypatch) -> None:
