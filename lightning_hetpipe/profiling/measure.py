@@ -35,9 +35,9 @@ from lightning_hetpipe.profiling.walk import walk
 from lightning_hetpipe.profiling.weigh import Weights, through, weigh
 from lightning_hetpipe.tracing import StageModule, Traced
 
-_ROUNDS = (2, 8)
+_ROUNDS = (2, 5)
 _FIRST_PART = 0.25  # of the budget, for the first look at all sizes
-_PACE_S = 0.3  # seconds that a round's pace is taken over at least: some periods (0.1 s) of a CPU quota
+_PACE_S = 0.2  # seconds that a round's pace is taken over at least: two periods of a CPU quota
 _PAUSE_S = 0.02  # about what a stage of a pipeline waits for its next micro-batch
 _N_RUNS = 8
 
