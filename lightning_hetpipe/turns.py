@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Any
@@ -103,6 +104,14 @@ class _Running:
     process: ForkProcess
     baton: Connection
 
+    @cached_property
+    def ended(self) -> int:
+        """A file that can be read once the process has ended, whether its ranks live on or not.
+
+        The process's sentinel is inherited by its ranks, so that it waits for them as well.
+        """
+        return os.pidfd_open(self.process.pid or 0) if hasattr(os, "pidfd_open") else self.process.sentinel
+
     def go_on(self) -> None:
         """Hands the baton over."""
         self.signal(signal.SIGCONT)
@@ -183,7 +192,7 @@ def _turn(trials: Sequence[_Running], mine: _Running) -> _Turn:
     """Gives the baton to a trial and waits until it comes back."""
     mine.go_on()
     speakers: dict[Any, _Running] = {each.baton: each for each in trials}
-    speakers |= {each.process.sentinel: each for each in trials}
+    speakers |= {each.ended: each for each in trials}
     ready = wait(list(speakers), _TURN_S)
     if not ready:
         raise RankFailedError(f"the trial of {mine.name} took longer than {_TURN_S:g} s for its turn")
@@ -197,7 +206,7 @@ def _turn(trials: Sequence[_Running], mine: _Running) -> _Turn:
 def _finish(trial: _Running) -> None:
     """Lets a trial end after its last turn."""
     trial.go_on()
-    if not wait([trial.process.sentinel], _TURN_S):
+    if not wait([trial.ended], _TURN_S):
         raise RankFailedError(f"the trial of {trial.name} took longer than {_TURN_S:g} s to end")
     _said(trial)
 
@@ -233,6 +242,8 @@ def _end(trials: Sequence[_Running]) -> None:
         each.process.join(max(0.0, deadline_s - time.monotonic()))
         each.signal(signal.SIGKILL)
         each.process.join()
+        if each.ended != each.process.sentinel:
+            os.close(each.ended)
         each.process.close()
 
 
