@@ -53,11 +53,16 @@ def test_every_command_explains_itself(hetpipe, command):
     assert "steps: 20" in shown
 
 
-def test_groups_are_planned_as_the_command_line_says(hetpipe, tmp_path):
+def save_twins(folder):
+    """A profile of the cluster `twins`, whose devices may share stages."""
     graph = make_graph(4)
     profile = replace(make_profile(graph, (0.5, 0.5)), sharing=make_sharing(graph, work=1e7))
     twins = tuple(replace(each, device=f"twin{i}") for i, each in enumerate(profile.devices, start=1))
-    replace(profile, devices=twins).save(tmp_path / "twins.json")
+    replace(profile, devices=twins).save(folder / "twins.json")
+
+
+def test_groups_are_planned_as_the_command_line_says(hetpipe, tmp_path):
+    save_twins(tmp_path)
     words = ("plan", "cluster=twins", "profile=twins.json", "batch_size=8", "format=json")
     for merge, groups in (("auto", 1), ("never", 0), ("[[twin1,twin2]]", 1)):
         code, shown, _ = hetpipe(*words, f"merge={merge}")
@@ -77,10 +82,7 @@ def test_groups_are_planned_as_the_command_line_says(hetpipe, tmp_path):
 
 
 def test_a_plan_with_a_group_that_was_written_by_hand_is_predicted(hetpipe, tmp_path):
-    graph = make_graph(4)
-    profile = replace(make_profile(graph, (0.5, 0.5)), sharing=make_sharing(graph, work=1e7))
-    twins = tuple(replace(each, device=f"twin{i}") for i, each in enumerate(profile.devices, start=1))
-    replace(profile, devices=twins).save(tmp_path / "twins.json")
+    save_twins(tmp_path)
     words = ("profile=twins.json", "format=json")
     code, made, _ = hetpipe("plan", "cluster=twins", "batch_size=8", "merge=[[twin1,twin2]]", *words)
     assert not code

@@ -93,7 +93,7 @@ def measure_links(control: Control, name: str, cluster: Cluster, device: torch.d
     if n_ranks == 1:
         return ()
     try:
-        places: list[Place] = _tell_all(control, _place())
+        places: list[Place] = tell_all(control, _place())
         classes = _classes(cluster, places)
         pairs = _representatives(classes)
         names = [device.name for device in cluster.devices]
@@ -101,15 +101,13 @@ def measure_links(control: Control, name: str, cluster: Cluster, device: torch.d
         rounds = _rounds(pairs, [place.machine for place in places])
         exchange = partial(_exchange, control, rounds, edges, device)
         file = links_file(_key(cluster, places, classes))
-        for kept in _lead(control, file.entries):
+        for kept in lead(control, file.entries):
             predicted = {(link.source, link.target): link for link in kept}
             known = predicted.keys() == set(permutations(names, 2))
             if known and any(_hold(predicted, names, exchange) for _ in range(_TRIES)):
                 return tuple(kept)
         sent, taken = exchange(lambda line, pair: _send(line))
-        return _lead(
-            control, lambda: file.keep(_links(cluster, places, classes, sent, taken), lambda _: None)
-        )
+        return lead(control, lambda: file.keep(_links(cluster, places, classes, sent, taken), lambda _: None))
     except BaseException as error:
         control.fail(error, "measuring links")
         raise
@@ -134,7 +132,7 @@ def _exchange(
                     mine[0][source, target] = send(_Line(there, back, device), (source, target))
                 else:
                     mine[1][source, target] = _answer(_Line(back, there, device))
-        for others_sent, others_taken in _tell_all(control, mine):
+        for others_sent, others_taken in tell_all(control, mine):
             sent |= others_sent
             taken |= others_taken
     return sent, taken
@@ -367,13 +365,13 @@ def _rounds(pairs: Sequence[Pair], machines: Sequence[str]) -> list[list[Pair]]:
     return [together for together, _ in rounds]
 
 
-def _tell_all(control: Control, value: Any) -> Any:
+def tell_all(control: Control, value: Any) -> Any:
     """Every rank's value, by rank, on every rank; also keeps the ranks in step."""
     values = control.gather(value)
     return control.share(None if values is None else Message(object=values)).object
 
 
-def _lead(control: Control, make: Callable[[], T]) -> T:
+def lead(control: Control, make: Callable[[], T]) -> T:
     """What rank 0 makes, on every rank."""
     made: T = control.share(Message(object=make()) if control.rank == 0 else None).object
     return made

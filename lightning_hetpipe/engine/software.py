@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lightning_hetpipe.cluster import Cluster
 from lightning_hetpipe.engine.c10d import Collectives, Work, gloo_device, gloo_group, thread_store
-from lightning_hetpipe.engine.control import Control, Message
+from lightning_hetpipe.engine.control import Control
 from lightning_hetpipe.engine.message import Layout
-from lightning_hetpipe.engine.probe import machine
+from lightning_hetpipe.engine.probe import lead, machine, tell_all
 from lightning_hetpipe.errors import ProfileError
 from lightning_hetpipe.profiles import Software
 from lightning_hetpipe.profiling.cache import processor_name, software_file
@@ -53,9 +53,9 @@ def measure_software(control: Control, name: str, cluster: Cluster) -> Software:
     if not _is_measured(cluster):
         return Software()
     try:
-        machines = control.gather(machine())
-        file = None if machines is None else _file(machines[0], machines[1])
-        kept: list[Software] = control.share(None if file is None else Message(object=file.entries())).object
+        machines: list[str] = tell_all(control, machine())
+        file = _file(machines[0], machines[1])
+        kept = lead(control, file.entries)
         if kept:
             return kept[-1]
         found = None
@@ -63,11 +63,12 @@ def measure_software(control: Control, name: str, cluster: Cluster) -> Software:
             group = control.create_group(name, (0, 1))
             with control.naming(1 - control.rank, "measuring what messages cost"):
                 found = member_software(group, control.rank)
-        message = None
-        if file is not None and found is not None:
-            message = Message(object=file.keep(found, lambda _: None))
-        made: Software = control.share(message).object
-        return made
+
+        def keep() -> Software:
+            assert found is not None  # rank 0 is member 0
+            return file.keep(found, lambda _: None)
+
+        return lead(control, keep)
     except BaseException as error:
         control.fail(error, "measuring what messages cost")
         raise

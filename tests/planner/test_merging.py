@@ -74,20 +74,20 @@ def test_devices_stay_apart_where_their_link_is_slow() -> None:
     assert plan.stages == make_plan(profile, cluster, 16, merge="never").stages
 
 
-def test_a_gain_that_is_too_small_for_groups_is_said_to_be(monkeypatch) -> None:
-    monkeypatch.setattr(merging, "GAIN", 0.95)
+@pytest.mark.parametrize(
+    ("limit", "value", "said"),
+    [
+        ("GAIN", 0.95, ": groups must save 95% of the step, so layers only"),
+        ("_TOO_LARGE", 10, "groups were not tried for 6 layers on 5 devices: name them"),
+    ],
+    ids=["too small a gain", "too long a search"],
+)
+def test_groups_that_are_left_out_are_said_to_be(monkeypatch, limit, value, said) -> None:
+    monkeypatch.setattr(merging, limit, value)
     profile, cluster = problem(WHIMPY)
     plan = make_plan(profile, cluster, 32, baselines=False)
     assert not groups(plan)
-    assert ": groups must save 95% of the step, so layers only" in plan.reason
-
-
-def test_a_search_for_groups_that_would_take_long_is_left_out_and_that_is_said(monkeypatch) -> None:
-    monkeypatch.setattr(merging, "_TOO_LARGE", 10)
-    profile, cluster = problem(WHIMPY)
-    plan = make_plan(profile, cluster, 32, baselines=False)
-    assert not groups(plan)
-    assert "groups were not tried for 6 layers on 5 devices: name them" in plan.reason
+    assert said in plan.reason
 
 
 def test_without_measured_shares_nothing_is_merged() -> None:
