@@ -1,5 +1,6 @@
 """A limit that the prediction keeps to is enough for the run; one below it is refused at planning."""
 
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_hetpipe as hp
 from lightning_hetpipe.cluster import Cluster, Device, Emulation, Link
-from lightning_hetpipe.errors import InfeasibleError
+from lightning_hetpipe.errors import InfeasibleError, MemoryLimitError
 from tests.helpers.pipelines import QUIET, trainer
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
@@ -94,3 +95,33 @@ def test_a_run_needs_what_was_predicted_and_no_less_is_accepted(schedule: str, o
     tight = cluster_of([round(0.9 * limits["d0"]), None])
     with pytest.raises(InfeasibleError, match=r"(?s)no plan for a batch of 16 fits.*1\. more memory.*2\. an"):
         fit(tight, schedule, optimizer, cuts)
+
+
+class Pooled(Pictures):
+    """Hardly needs memory beside its batch."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.net = nn.Sequential(nn.AvgPool2d(64), nn.Flatten(), nn.Linear(3 * 4 * 4, 8), nn.Linear(8, 4))
+
+
+def test_the_batch_counts_against_the_limit_of_the_rank_that_reads_it() -> None:
+    samples = TensorDataset(
+        torch.randn(BATCH, 3, 256, 256).repeat(4, 1, 1, 1), torch.randint(4, (4 * BATCH,))
+    )
+
+    def run(plan: Any, cluster: Cluster) -> hp.HetPipeStrategy:
+        strategy = hp.HetPipeStrategy(plan=plan, cluster=cluster, start_method="fork", timeout_s=60)
+        trainer(strategy, 2, max_epochs=2).fit(Pooled(), DataLoader(samples, 4 * BATCH))
+        return strategy
+
+    free = run({"cuts": ["2"], "devices": ["d1", "d0"]}, cluster_of([None, None])).plan
+    assert free is not None
+    limits = {"d0": 20 * 2**20, "d1": None}  # a batch has 48 MiB
+    devices = tuple(
+        replace(each, memory_bytes=limits[each.name], emulation=Emulation(1.0, limits[each.name]))
+        for each in free.cluster.devices
+    )
+    limited = replace(free.cluster, devices=devices)
+    with pytest.raises((MemoryLimitError, RuntimeError), match="allocate memory"):
+        run(replace(free, cluster=limited, prediction=None), limited)
