@@ -83,9 +83,9 @@ def take_turns(
     return [_trial(own, steps) for own in zip(*turns)]
 
 
-def step_ratio(trial: Trial, reference: Trial) -> float:
-    """How long a step takes, in steps of the reference: the median over the rounds that both ran in turn."""
-    return statistics.median(own / other for own, other in zip(trial.turns_s, reference.turns_s, strict=True))
+def step_ratios(trial: Trial, reference: Trial) -> tuple[float, ...]:
+    """How long a step takes, in steps of a trial that ran in turn with it; one for each round."""
+    return tuple(own / other for own, other in zip(trial.turns_s, reference.turns_s, strict=True))
 
 
 @dataclass(frozen=True)

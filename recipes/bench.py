@@ -1,5 +1,6 @@
 """What the recipes that measure plans share: models and clusters by name, and real runs of plans in turn."""
 
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,10 +16,10 @@ from lightning_hetpipe.planner.plan_cost import PlanCost
 from lightning_hetpipe.profiling.device import Optimizer
 from lightning_hetpipe.shipped import conf_dir
 from lightning_hetpipe.trial import Trial
-from lightning_hetpipe.turns import step_ratio, take_turns
+from lightning_hetpipe.turns import step_ratios, take_turns
 
 EMULATED = ("lab4", "twins", "edge6", "whimpy5", "slowlink3")
-SIDE = {"resnet18": 64, "resnet50": 64, "vgg11": 64, "vgg11_bn": 64, "vit_tiny": 32}  # pixels
+SIDE = {"resnet18": 64, "resnet50": 64, "vgg11": 32, "vgg11_bn": 32, "vit_tiny": 32}  # pixels
 AT_ONCE = 8  # plans whose ranks are there at the same time
 
 
@@ -28,11 +29,16 @@ class Measured:
 
     Attributes:
         trial: Its own steps.
-        ratio: How long they took, in steps of the first plan: the median over rounds.
+        ratios: How long they took in each round, in steps of the first plan.
     """
 
     trial: Trial
-    ratio: float
+    ratios: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """The median over the rounds."""
+        return statistics.median(self.ratios)
 
     @property
     def step_s(self) -> float:
@@ -46,11 +52,15 @@ class Bench:
     Attributes:
         model, cluster_name: As in ``conf/model`` and ``conf/cluster``.
         batch_size: Samples per optimizer step.
+        norm: What becomes of BatchNorm, as for ``hp.convert_norm``.
+        profiled_samples: The largest micro-batch that is measured; 0: the batch.
     """
 
     model: str
     cluster_name: str
     batch_size: int
+    norm: str = "keep"
+    profiled_samples: int = 0
 
     @cached_property
     def config(self) -> DictConfig:
@@ -67,26 +77,31 @@ class Bench:
     def shapes(self) -> list[tuple[int, ...]]:
         return [tuple(shape) for shape in self.config.model.inputs]
 
+    @property
+    def n_classes(self) -> int:
+        return int(self.config.model.classes)
+
     def network(self) -> nn.Module:
         """The model, with the same weights every time."""
         torch.manual_seed(0)
-        return hydra.utils.instantiate(self.config.model.module)
+        return hp.convert_norm(hydra.utils.instantiate(self.config.model.module), self.norm)
 
     @cached_property
     def profile(self) -> hp.Profile:
         """Measured here, or kept from an earlier measurement."""
-        return profile(self.network(), self.shapes, self.cluster, self.batch_size)
+        samples = self.profiled_samples or self.batch_size
+        return profile(self.network(), self.shapes, self.cluster, samples)
 
     def run_in_turn(self, plans: Sequence[hp.Plan], rounds: int, steps: int = 2) -> list[Measured]:
         """`run_in_turn` with this model."""
-        return run_in_turn(self.network(), self.shapes, int(self.config.model.classes), plans, rounds, steps)
+        return run_in_turn(self.network(), self.shapes, self.n_classes, plans, rounds, steps)
 
 
 def profile(
-    network: nn.Module, shapes: Sequence[tuple[int, ...]], cluster: hp.Cluster, batch_size: int
+    network: nn.Module, shapes: Sequence[tuple[int, ...]], cluster: hp.Cluster, samples: int
 ) -> hp.Profile:
-    """With the optimizer of a trial."""
-    example = tuple(torch.randn(batch_size, *shape) for shape in shapes)
+    """With the optimizer of a trial, for micro-batches of up to so many samples."""
+    example = tuple(torch.randn(samples, *shape) for shape in shapes)
     sgd = Optimizer(torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9})
     return hp.profile(network, example, cluster, optimizer=sgd)
 
@@ -115,7 +130,7 @@ def run_in_turn(
         batch = [first, *others[start : start + AT_ONCE - 1]]
         trials = take_turns(network, shapes, n_classes, batch, rounds, steps)
         for plan, trial in zip(batch, trials, strict=True):
-            found.setdefault(identity(plan), Measured(trial, step_ratio(trial, trials[0])))
+            found.setdefault(identity(plan), Measured(trial, step_ratios(trial, trials[0])))
     return [found[identity(plan)] for plan in plans]
 
 

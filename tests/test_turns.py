@@ -161,6 +161,6 @@ def test_ratios_are_formed_round_by_round() -> None:
         return trial.Trial(0.0, hp.Timeline((), 0, "measured"), turns_s)
 
     drifting, twice_as_slow = took(1.0, 5.0, 2.0), took(2.0, 10.0, 4.0)
-    assert turns.step_ratio(twice_as_slow, drifting) == 2.0
+    assert turns.step_ratios(twice_as_slow, drifting) == (2.0, 2.0, 2.0)
     with pytest.raises(ValueError, match="argument 2 is longer"):
-        turns.step_ratio(took(1.0), drifting)
+        turns.step_ratios(took(1.0), drifting)

@@ -1,6 +1,7 @@
 """What the recipes make of plans that ran in turn."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from types import ModuleType
 from typing import Any
 
@@ -53,15 +54,35 @@ def test_one_plan_alone_is_run(bench, monkeypatch) -> None:
     assert bench.run_in_turn(nn.Identity(), [(8,)], 4, plans(1), rounds=1, steps=1)[0].trial is trial
 
 
-def test_predictions_are_summed_up_without_the_references(recipes) -> None:
-    import prediction
+def row(asked: str, predicted_s: float, *ratios: float) -> Any:
+    import sweep
 
-    def row(difference: float, relative: float | None) -> Any:
-        return prediction.Row("m", "c", "1f1b", 4, (("a",),), 1.0, 1.0, difference, relative, (1.0,))
+    stages = (("a",),)
+    return sweep.Row(asked, asked[0].isdigit(), 4, "1f1b", stages, predicted_s, predicted_s, ratios, ratios)
 
-    said = prediction.summary("all", [row(9.0, None), row(-0.04, 0.01), row(0.10, -0.02), row(0.30, 0.02)])
+
+def test_predictions_of_the_sweep_are_summed_up(recipes) -> None:
+    import sweep
+
+    said = sweep.predictions("all", [row("4", 0.96, 1.0), row("8", 1.10, 1.0), row("16", 1.3, 1.0)])
     assert said.splitlines() == [
         "all: 3 plans",
         "  difference median 10.0%, worst 30.0%, 1 within 5%, 2 within 15%",
-        "  relative   median 2.0%, worst 2.0%, 3 within 5%, 3 within 15%",
+        "  relative   median 10.0%, worst 30.0%, 1 within 5%, 2 within 15%",
     ]
+
+
+def test_auto_is_compared_round_by_round_and_a_kept_cell_is_read_back(recipes) -> None:
+    import sweep
+
+    rows = (
+        row("reference", 1.0, 1.0, 1.0, 1.0),
+        row("auto", 0.5, 0.5, 0.4, 0.6),
+        row("M = stages", 0.6, 1.0, 0.8, 1.2),
+        row("4 1f1b", 0.5, 0.45, 0.36, 0.54),
+        row("8 1f1b", 0.7, 0.7, 0.7, 0.7),
+    )
+    cell = sweep.Cell("m", "c", 32, "keep", rows)
+    assert cell.beside_best() == pytest.approx(0.9)
+    assert cell.beside_as_stages() == pytest.approx(2.0)
+    assert sweep.Cell.from_mapping(json.loads(json.dumps(asdict(cell)))) == cell
