@@ -42,6 +42,7 @@ from lightning_hetpipe.shipped import conf_dir
 from lightning_hetpipe.timeline import gantts
 
 Figures = dict[str, float]
+_PLANNED = ("cluster", "batch_size", "micro_batch", "schedule", "merge")  # a plan has its own
 _MEASURED = 64  # samples of the batch that is measured when the largest one is asked for
 
 
@@ -224,12 +225,23 @@ def _profile(config: DictConfig, cluster: Cluster) -> Profile:
 
 def _plan(config: DictConfig) -> tuple[Plan, Profile]:
     if config.plan is not None:
+        _refuse_beside_plan()
         plan = Plan.load(config.plan)
         profile = _profile(config, plan.cluster)
         return _predicted(config, plan, profile), profile
     cluster = _cluster(config)
     profile = _profile(config, cluster)
     return _make(config, profile, cluster, micro_batch=config.micro_batch), profile
+
+
+def _refuse_beside_plan() -> None:
+    """Refuses what a plan brings itself."""
+    asked = {each.partition("=")[0].lstrip("+") for each in HydraConfig.get().overrides.task}
+    named = [each for each in _PLANNED if any(key.partition(".")[0] == each for key in asked)]
+    if named:
+        raise PlanError(
+            f"plan= and {', '.join(named)} were both asked for, but a plan has its own: leave one out"
+        )
 
 
 def _predicted(config: DictConfig, plan: Plan, profile: Profile) -> Plan:

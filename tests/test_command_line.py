@@ -103,6 +103,11 @@ def test_a_plan_with_a_group_that_was_written_by_hand_is_predicted(hetpipe, tmp_
         (("plan", "microbatch=4"), "Key 'microbatch' is not in struct"),
         (("plan", "profile=none.json"), "profile none.json cannot be read"),
         (("simulate", "plan=none.json"), "plan none.json cannot be read"),
+        (
+            ("simulate", "plan=p.json", "cluster=twins", "merge=never"),
+            "plan= and cluster, merge were both asked",
+        ),
+        (("plan", "plan=p.json", "batch_size=max"), "plan= and batch_size were both asked"),
         (("plan", "cluster.devices.0.speed=2"), "a device can only be slowed down"),
         (("plan", "cluster=mixed3"), "profile=analytic"),
         (("profile", "model.module.num_classes=many"), "the model cannot be built"),

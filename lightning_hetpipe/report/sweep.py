@@ -114,16 +114,33 @@ def save_sweep(jobs: Sequence[Job], path: str | Path) -> bool:
 
 
 class SweepTable(Callback):
-    """Collects the mappings that the jobs return; after the last one prints a table and draws a picture."""
+    """Collects the mappings that the jobs return; after the last one prints a table and draws a picture.
 
-    def __init__(self) -> None:
+    Args:
+        objective: The figure that a sweeper which searches, such as Optuna's, takes as the job's result;
+            None leaves it the mapping.
+    """
+
+    def __init__(self, objective: str | None = None) -> None:
         self.jobs: list[Job] = []
+        self._objective = objective
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
-        """Keeps the numbers of one job; a job that failed has none."""
+        """Keeps the numbers of one job; a job that failed has none.
+
+        Raises:
+            ValueError: The objective is none of them.
+        """
         value = job_return._return_value
         figures = value if isinstance(value, Mapping) else {}
         self.jobs.append((list(config.hydra.overrides.task), figures))
+        if self._objective is None or not isinstance(value, Mapping):
+            return
+        if self._objective not in figures:
+            raise ValueError(
+                f"objective={self._objective} is no figure of a job; it has {', '.join(figures)}"
+            )
+        job_return.return_value = figures[self._objective]
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Prints the table; leaves ``sweep.png`` in the sweep's directory."""

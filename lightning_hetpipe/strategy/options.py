@@ -103,6 +103,8 @@ class Options:
             _check_same_cluster(self.plan.cluster, self.cluster)
         if self.plan is not None and self.profile is not None:
             _check_same_profile(self.plan, self.profile)
+        if self.plan is not None:
+            _check_same_settings(self.plan, {"micro_batch": self.micro_batch, "schedule": self.schedule})
         if self.split is not None and self.cluster is not None:
             for name in self.split.names or ():
                 self.cluster.device(name)
@@ -246,6 +248,13 @@ def read_run_dir(run_dir: str | Path | None) -> Path | None:
     known = run_dir is None or isinstance(run_dir, (str, Path))
     require(known, PlanError, "run_dir", run_dir, "the path of a folder, or None")
     return None if run_dir is None else Path(run_dir)
+
+
+def _check_same_settings(plan: Plan, asked: Mapping[str, Any]) -> None:
+    for name, value in asked.items():
+        own = getattr(plan, name)
+        if value not in (None, "auto", own):
+            raise PlanError(f"{name}={value} was asked for, but plan= has {name} {own}: leave {name}= out")
 
 
 def _check_same_profile(plan: Plan, profile: Profile) -> None:

@@ -1,8 +1,11 @@
 import io
 
+import pytest
+from hydra.core.utils import JobReturn
+from omegaconf import OmegaConf
 from rich.console import Console
 
-from lightning_hetpipe.report.sweep import curves, save_sweep, sweep_table
+from lightning_hetpipe.report.sweep import SweepTable, curves, save_sweep, sweep_table
 
 
 def shown(jobs) -> list[list[str]]:
@@ -61,3 +64,15 @@ def test_the_picture_is_written_where_there_is_something_to_draw(tmp_path):
     assert (tmp_path / "sweep.png").stat().st_size > 1000
     assert not save_sweep(jobs[:1], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+def test_a_sweeper_that_searches_gets_the_one_figure_it_is_after():
+    config = OmegaConf.create({"hydra": {"overrides": {"task": ["micro_batch=4"]}}})
+    callback, job = SweepTable("images_per_s"), JobReturn()
+    job.return_value = figures(4, 10.0)
+    callback.on_job_end(config, job)
+    assert job._return_value == 10.0
+    assert callback.jobs == [(["micro_batch=4"], figures(4, 10.0))]
+    job.return_value = {"step_s": 1.0}
+    with pytest.raises(ValueError, match="objective=images_per_s is no figure of a job; it has step_s"):
+        callback.on_job_end(config, job)

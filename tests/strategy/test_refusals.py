@@ -76,6 +76,15 @@ def test_a_cluster_of_another_size_than_the_trainers_is_refused() -> None:
         trainer(strategy, 3).fit(module, loader())
 
 
+@pytest.mark.parametrize(("name", "value"), [("micro_batch", 3), ("schedule", "interleaved")])
+def test_what_contradicts_a_plan_beside_it_is_refused(name: str, value: Any) -> None:
+    plan = hand_plan(Classifier().net, (torch.zeros(16, 8, dtype=torch.float64),), 2)
+    hp.HetPipeStrategy(plan=plan, **{name: getattr(plan, name)})
+    own = getattr(plan, name)
+    with pytest.raises(PlanError, match=f"{name}={value} was asked for, but plan= has {name} {own}: leave"):
+        hp.HetPipeStrategy(plan=plan, **{name: value})
+
+
 def test_a_plan_for_another_cluster_is_refused() -> None:
     plan = hand_plan(Classifier().net, (torch.zeros(16, 8, dtype=torch.float64),), 2)
     with pytest.raises(PlanError, match="made for another cluster: it uses device 'd0'"):
