@@ -20,7 +20,7 @@ from lightning_hetpipe.turns import step_ratios, take_turns
 
 EMULATED = ("lab4", "twins", "edge6", "whimpy5", "slowlink3")
 SIDE = {"resnet18": 64, "resnet50": 64, "vgg11": 32, "vgg11_bn": 32, "vit_tiny": 32}  # pixels
-AT_ONCE = 8  # plans whose ranks are there at the same time
+AT_ONCE, WEIGHTS_AT_ONCE = 12, 800_000_000  # plans whose ranks are there at the same time; what they train
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,10 @@ def run_in_turn(
         different.setdefault(identity(plan), plan)
     first, *others = different.values()
     found: dict[object, Measured] = {}
-    for start in range(0, max(1, len(others)), AT_ONCE - 1):
-        batch = [first, *others[start : start + AT_ONCE - 1]]
+    n_weights = sum(each.numel() for each in network.parameters())
+    room = max(1, min(AT_ONCE, WEIGHTS_AT_ONCE // max(1, n_weights)) - 1)
+    for start in range(0, max(1, len(others)), room):
+        batch = [first, *others[start : start + room]]
         trials = take_turns(network, shapes, n_classes, batch, rounds, steps)
         for plan, trial in zip(batch, trials, strict=True):
             found.setdefault(identity(plan), Measured(trial, step_ratios(trial, trials[0])))

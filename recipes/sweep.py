@@ -28,7 +28,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from bench import EMULATED, Bench, Measured, alone, identity, predicted_s
+from bench import EMULATED, Bench, alone, identity, predicted_s
 from typing_extensions import override
 from warm import warm_processors
 
@@ -191,7 +191,8 @@ def asked_plans(
     yield AUTO, lambda: auto
     yield AS_STAGES, best(micro_batch=-(-bench.batch_size // len(auto.stages)))
     for size, schedule in itertools.product(sizes, schedules):
-        if size <= bench.batch_size:
+        # One micro-batch is the same under every schedule.
+        if size < bench.batch_size or (size == bench.batch_size and schedule == schedules[0]):
             yield f"{size} {schedule}", best(micro_batch=size, schedule=schedule)
 
 
@@ -209,13 +210,26 @@ def study(bench: Bench, schedules: Sequence[str], sizes: Sequence[int], rounds: 
             if asked == REFERENCE:
                 raise
             print(f"{bench.model} on {bench.cluster_name}, batch {bench.batch_size}: {asked} does not fit")
-    runs = bench.run_in_turn(list(plans.values()), rounds, steps)
+    seconds = {asked: predicted_s(plan, bench.profile) for asked, plan in plans.items()}
+    # Where not all run at once, those that may be the fastest run together.
+    names = sorted(plans, key=lambda asked: (asked != REFERENCE, asked != AUTO, seconds[asked]))
+    runs = dict(zip(names, bench.run_in_turn([plans[asked] for asked in names], rounds, steps), strict=True))
     swept = _first_of_each({asked: plan for asked, plan in plans.items() if asked[0].isdigit()})
-    reference_s = predicted_s(plans[REFERENCE], bench.profile)
-    rows = []
-    for (asked, plan), run in zip(plans.items(), runs, strict=True):
-        if asked in swept or not asked[0].isdigit():
-            rows.append(_row(asked, asked in swept, plan, run, predicted_s(plan, bench.profile), reference_s))
+    rows = [
+        Row(
+            asked,
+            asked in swept,
+            plan.micro_batch,
+            plan.schedule,
+            tuple(stage.devices for stage in plan.stages),
+            predicted_s=seconds[asked],
+            predicted_ratio=seconds[asked] / seconds[REFERENCE],
+            turns_s=runs[asked].trial.turns_s,
+            ratios=runs[asked].ratios,
+        )
+        for asked, plan in plans.items()
+        if asked in swept or not asked[0].isdigit()
+    ]
     return Cell(bench.model, bench.cluster_name, bench.batch_size, bench.norm, tuple(rows))
 
 
@@ -225,20 +239,6 @@ def _first_of_each(plans: dict[str, hp.Plan]) -> set[str]:
     for asked, plan in plans.items():
         names.setdefault(identity(plan), asked)
     return set(names.values())
-
-
-def _row(asked: str, swept: bool, plan: hp.Plan, run: Measured, step_s: float, reference_s: float) -> Row:
-    return Row(
-        asked,
-        swept,
-        plan.micro_batch,
-        plan.schedule,
-        tuple(stage.devices for stage in plan.stages),
-        predicted_s=step_s,
-        predicted_ratio=step_s / reference_s,
-        turns_s=run.trial.turns_s,
-        ratios=run.ratios,
-    )
 
 
 def predictions(name: str, rows: Sequence[Row]) -> str:

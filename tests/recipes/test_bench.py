@@ -42,10 +42,23 @@ def test_equal_plans_run_once_and_every_batch_of_plans_has_the_first_one(bench, 
         return [Trial(1.0, empty, (float(slowed * plan.micro_batch),) * rounds) for plan in batch]
 
     monkeypatch.setattr(bench, "take_turns", take_turns)
+    monkeypatch.setattr(bench, "AT_ONCE", 8)
     asked = [*plans(10), *plans(3)]
     measured = bench.run_in_turn(nn.Identity(), [(8,)], 4, asked, rounds=2, steps=2)
     assert ran == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 9, 10]]
     assert [each.ratio for each in measured] == [*range(1, 11), 1, 2, 3]
+
+
+def test_few_plans_of_a_large_network_run_at_once(bench, monkeypatch) -> None:
+    network = nn.Linear(10, 9)  # 99 weights
+    monkeypatch.setattr(bench, "WEIGHTS_AT_ONCE", 300)
+    ran: list[int] = []
+    trial = Trial(1.0, hp.Timeline((), 0, "measured"), (1.0,))
+    monkeypatch.setattr(
+        bench, "take_turns", lambda *args: (ran.append(len(args[3])), [trial] * len(args[3]))[1]
+    )
+    bench.run_in_turn(network, [(8,)], 4, plans(6), rounds=1, steps=1)
+    assert ran == [3, 3, 2]
 
 
 def test_one_plan_alone_is_run(bench, monkeypatch) -> None:
