@@ -18,7 +18,7 @@ from lightning_hetpipe.planner.chain import Array
 from lightning_hetpipe.planner.polish import polish
 from lightning_hetpipe.plans import Plan, Stage
 
-WINS = 0.99  # of the step in one round: what a plan in rounds must stay below to be taken
+WINS = 0.95  # of the step in one round: what a plan in rounds must stay below to be taken
 _ROUNDS = (2, 3)
 
 

@@ -1,6 +1,7 @@
-"""Small moves on a finished plan, judged by the simulator rather than by the closed form.
+"""Moves on a finished plan, judged by the simulator rather than by the closed form.
 
-The closed form does not see which of two neighbours comes first, nor that messages queue on a link.
+The closed form does not see which of two neighbours comes first, nor that messages queue on a link. Where
+some layers together are a bad place to cut, as within a residual block, a cut has to jump over them.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from lightning_hetpipe.plans import Stage
 
 
 def polish(setting: Setting, start: Candidate, *, fixed: int, actions: int) -> Candidate:
-    """Climbs from a plan: moves a cut by one layer, or exchanges the devices of two neighbouring stages.
+    """Climbs from a plan: moves a cut, or exchanges the devices of two neighbouring stages.
 
     Args:
         setting: What candidates share.
@@ -44,13 +45,15 @@ def polish(setting: Setting, start: Candidate, *, fixed: int, actions: int) -> C
 
 
 def _moves(stages: tuple[Stage, ...], fixed: int) -> Iterator[tuple[Stage, ...]]:
-    for index, (left, right) in enumerate(pairwise(stages)):
-        before, after = stages[:index], stages[index + 2 :]
-        for cut in (left.stop - 1, left.stop + 1):
-            if left.start < cut < right.stop:
-                yield (*before, replace(left, stop=cut), replace(right, start=cut), *after)
-        if index + 1 < len(stages) - fixed:
-            yield (*before, _held_as(left, right), _held_as(right, left), *after)
+    """Exchanges, then cuts that move by one layer, by two, and so on."""
+    for index, (left, right) in enumerate(pairwise(stages[: len(stages) - fixed])):
+        yield (*stages[:index], _held_as(left, right), _held_as(right, left), *stages[index + 2 :])
+    for distance in range(1, max((right.stop - left.start for left, right in pairwise(stages)), default=0)):
+        for index, (left, right) in enumerate(pairwise(stages)):
+            for cut in (left.stop - distance, left.stop + distance):
+                if left.start < cut < right.stop:
+                    moved = replace(left, stop=cut), replace(right, start=cut)
+                    yield (*stages[:index], *moved, *stages[index + 2 :])
 
 
 def _held_as(stage: Stage, other: Stage) -> Stage:

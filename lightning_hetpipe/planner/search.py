@@ -36,6 +36,7 @@ from lightning_hetpipe.plans import Alternative, Merge, Plan, Stage
 from lightning_hetpipe.profiles import Profile
 
 _MARGIN = 1.1  # the closed form is off by as much, so placements up to here are worth a simulation
+_CLIMBS = 1.15  # what moving cuts can save, as a ratio: slower plans than that are not polished
 _COARSE = 0.004  # cuts nearer to each other than this fraction of a period count as one
 _KEEP = 20  # placements that are simulated per micro-batch size
 _KEEP_MERGED = 4  # likewise, of a first look at some groups
@@ -124,6 +125,8 @@ def make_plan(
         setting = replace(setting, exact=merges.exact)
     else:
         search = _fixed(request) if request.is_fixed else _searched(request, single)
+        if search.found and not request.is_fixed:
+            search.found.append(_polished(request, setting, search.found))
         merges = Merges()
         if merge == "auto" and not request.is_fixed and request.device_order is None:
             best = min(search.found, key=lambda candidate: candidate.order, default=None)
@@ -140,8 +143,8 @@ def make_plan(
         raise infeasible(setting, request.sizes, stages=stages, device_order=request.device_order)
     winner = min(search.found, key=lambda candidate: candidate.order)
     if not request.is_fixed:
-        fixed = len(winner.plan.stages) if request.device_order else int(pinned_last is not None)
-        winner = polish(setting, winner, fixed=fixed, actions=_ACTIONS)
+        if winner in merges.found:
+            winner = _polished(request, setting, merges.found)
         winner = _in_rounds(request, search, winner)
     plan = finish(setting, winner.plan, bound)
     rows = [single]
@@ -364,6 +367,20 @@ def _in_rounds(request: Request, search: _Found, winner: Candidate) -> Candidate
         search.found.append(winner)
         return found
     return winner
+
+
+def _polished(request: Request, setting: Setting, found: Sequence[Candidate]) -> Candidate:
+    """The best plan that can be reached from the best of every size and schedule, of those that may win."""
+    ranked = sorted(found, key=lambda candidate: candidate.order)
+    starts: dict[object, Candidate] = {}
+    for candidate in ranked:
+        if candidate.step_s <= _CLIMBS * ranked[0].step_s:
+            starts.setdefault((candidate.plan.micro_batch, candidate.plan.schedule), candidate)
+    climbed = []
+    for start in starts.values():
+        fixed = len(start.plan.stages) if request.device_order else int(request.pinned_last is not None)
+        climbed.append(polish(setting, start, fixed=fixed, actions=_ACTIONS))
+    return min(climbed, key=lambda candidate: candidate.order)
 
 
 def _depths(request: Request, chain: Chain) -> tuple[Depth, ...]:
