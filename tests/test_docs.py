@@ -26,6 +26,6 @@ def test_the_readme_names_only_commands_and_choices_that_exist():
 
 
 def test_every_recipe_begins_with_its_command():
-    for name in ("resnet", "vgg", "normalization", "overhead", "one_stage", "largest_batch", "micro_batch"):
+    for name in ("resnet", "vgg", "normalization", "overhead", "one_stage", "largest_batch", "sweep"):
         source = (ROOT / "recipes" / f"{name}.py").read_text(encoding="utf-8")
         assert source.startswith(f'"""python recipes/{name}.py\n')
